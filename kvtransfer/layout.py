@@ -153,7 +153,7 @@ class KvLayout:
 
     def shard_bytes(self, num_blocks: int) -> int:
         """Returns the size of one shard of a handoff, in bytes."""
-        return kv_groups.shard_bytes(self.groups, num_blocks)
+        return kv_groups.shard_bytes(self.groups, num_blocks, self.counted_tokens)
 
     def handoff_bytes(self, num_blocks: int) -> int:
         """Returns the size of a whole handoff, all shards, in bytes."""

@@ -112,8 +112,9 @@ def keeps_every_token(fingerprint: kv_transfer_pb2.KvFingerprint) -> bool:
 def handoff_bytes(fingerprint: kv_transfer_pb2.KvFingerprint, num_tokens: int) -> int:
     """Returns the size of a prompt's handoff, all layers and shards, in bytes."""
     groups = _groups(fingerprint)
-    num_blocks = -(-num_tokens // kv_groups.smallest_block(groups))
-    return num_shards(fingerprint) * kv_groups.shard_bytes(groups, num_blocks)
+    counted = kv_groups.smallest_block([group for group in groups if not group.is_draft])
+    num_blocks = -(-num_tokens // counted)
+    return num_shards(fingerprint) * kv_groups.shard_bytes(groups, num_blocks, counted)
 
 
 def differences(

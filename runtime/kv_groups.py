@@ -50,7 +50,8 @@ class KvGroup:
         Args:
             num_blocks: Size of the handoff, in blocks of counted_tokens tokens; the last one may be
                 partly filled.
-            counted_tokens: Smallest block size of all groups, in tokens; see `smallest_block`.
+            counted_tokens: Smallest block size of all groups but a draft's, in tokens; see
+                `smallest_block`.
         """
         if self.kind == "state":
             return range(1)
@@ -108,15 +109,15 @@ def _block_sizes(groups: Sequence[KvGroup]) -> list[int]:
     return sizes or [group.block_size_tokens for group in groups]
 
 
-def shard_bytes(groups: Sequence[KvGroup], num_blocks: int) -> int:
+def shard_bytes(groups: Sequence[KvGroup], num_blocks: int, counted_tokens: int) -> int:
     """Returns the size of one shard of a handoff, in bytes.
 
     Args:
-        groups: All groups.
-        num_blocks: Size of the handoff, in blocks of `smallest_block` tokens.
+        groups: All groups, also those of a draft.
+        num_blocks: Size of the handoff, in blocks of counted_tokens tokens.
+        counted_tokens: Smallest block size of all groups but a draft's, in tokens.
     """
-    counted = smallest_block(groups)
     return sum(
-        group.num_layers * len(group.blocks(num_blocks, counted)) * group.block_bytes
+        group.num_layers * len(group.blocks(num_blocks, counted_tokens)) * group.block_bytes
         for group in groups
     )

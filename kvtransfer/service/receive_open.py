@@ -136,10 +136,32 @@ def _sent_layout(opened: pb.PushOpen, layout: KvLayout) -> KvLayout:
             f"KV caches differ: {'; '.join(differing)}", pb.REFUSAL_REASON_FINGERPRINT
         )
     for group in opened.fingerprint.draft_groups:
-        if group.kind != pb.KvGroup.KIND_FULL or not group.num_layers or not group.block_bytes:
-            raise MalformedFrame(
-                f"draft_groups has {group.num_layers} layers of {group.block_bytes} bytes, kind "
-                f"{group.kind}; must be at least 1 layer, at least 1 byte, KIND_FULL",
-                pb.REFUSAL_REASON_FINGERPRINT,
-            )
+        if (problem := _draft_problem(group, layout)) is not None:
+            raise MalformedFrame(problem, pb.REFUSAL_REASON_FINGERPRINT)
     return layout.sent_by(opened.fingerprint)
+
+
+def _draft_problem(group: pb.KvGroup, layout: KvLayout) -> str | None:
+    """Returns why a sender's group of draft layers fits no cache of this layout; None if it fits.
+
+    The receiver may have no draft to compare it with. A draft shares the block table of the model's
+    layers, so its blocks have as many tokens, and each token takes at least one byte.
+    """
+    if not layout.keeps_every_token:
+        return "draft_groups: there are drafts only where all layers keep every token"
+    table = layout.index_table
+    tokens = table.block_size_tokens
+    fits = (
+        group.kind == pb.KvGroup.KIND_FULL
+        and group.num_layers > 0
+        and group.block_size_tokens == tokens
+        and group.block_bytes >= tokens
+        and group.table == table.table
+    )
+    if fits:
+        return None
+    return (
+        f"draft_groups has {group.num_layers} layers of {group.block_size_tokens} tokens, "
+        f"{group.block_bytes} bytes, kind {group.kind}, table {group.table}; must be at least "
+        f"1 layer of {tokens} tokens, at least {tokens} bytes, KIND_FULL, table {table.table}"
+    )

@@ -301,24 +301,32 @@ class Receiver:
             return
         assert handoff.extent is not None
         part = handoff.ranks[frame.rank]
-        start = handoff.extent.offset + layout.offset(
-            frame.rank, frame.layer, frame.first_block, handoff.num_blocks
-        )
+        offset = layout.offset(frame.rank, frame.layer, frame.first_block, handoff.num_blocks)
+        num_bytes = frame.num_blocks * layout.group_of(frame.layer).block_bytes
+        if offset + num_bytes > handoff.extent.size_bytes:
+            # Bytes behind the extent belong to other handoffs, or to nothing that is mapped.
+            detail = (
+                f"layer {frame.layer}, blocks {frame.first_block} to "
+                f"{frame.first_block + frame.num_blocks}: end at byte {offset + num_bytes}; the "
+                f"handoff has {handoff.extent.size_bytes}"
+            )
+            self._table.fail(handoff, pb.REFUSAL_REASON_MALFORMED, detail, now)
+            return
+        start = handoff.extent.offset + offset
         first = layout.index(frame.layer, frame.first_block, handoff.num_blocks)
         part.seen[first : first + frame.num_blocks] = b"\x01" * frame.num_blocks
         handoff.deadline = now + self._limits.idle_timeout_s
         received = ReceivedFrame(frame.layer, frame.first_block, frame.num_blocks, frame.checksum)
         if frame.kind is FrameKind.REFERENCE:
             assert handoff.stream is not None
-            num_bytes = frame.num_blocks * layout.group_of(frame.layer).block_bytes
             serial = self._table.pulls.begin(
                 OutstandingPull(handoff.handoff_id, frame.rank, received, num_bytes, handoff.extent)
             )
             part.num_pulls += 1
             self._table.add_effect(Pull(serial, handoff.stream, frame.source(), start, num_bytes))
             return
-        digest = copy(self._memory[start : start + len(frame.payload)], frame.payload)
-        self._arrived(handoff, frame.rank, received, len(frame.payload), digest, now)
+        digest = copy(self._memory[start : start + num_bytes], frame.payload)
+        self._arrived(handoff, frame.rank, received, num_bytes, digest, now)
 
     def _pulled(
         self, handoff: Handoff, pull: OutstandingPull, digest: int | None, now: float

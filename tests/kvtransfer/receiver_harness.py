@@ -18,6 +18,7 @@ from baton.kvtransfer.receiving import (
     Stuck,
 )
 from baton.kvtransfer.service.receiver import Receiver
+from baton.runtime import kv_fingerprint
 from baton.v1 import kv_transfer_pb2 as pb
 
 LAYOUT = KvLayout("m", "r", "float32", 2, 1, 8, 4, 128, "heads,tokens,content", tp_size=2)
@@ -42,18 +43,33 @@ def truth(handoff_id: bytes, epoch: int, num_blocks: int) -> bytes:
     return generator.randbytes(LAYOUT.handoff_bytes(num_blocks))
 
 
-def open_message(handoff_id, epoch, num_blocks, *, layout=LAYOUT, wait_ms=2000, offers=()) -> bytes:
+def open_message(
+    handoff_id, epoch, num_blocks, *, layout=LAYOUT, wait_ms=2000, offers=(), fingerprint=None
+) -> bytes:
     return frames.encode_open(
         pb.PushOpen(
             handoff_id=handoff_id,
             epoch=epoch,
-            fingerprint=layout.fingerprint(),
+            fingerprint=fingerprint or layout.fingerprint(),
             num_blocks=num_blocks,
             num_tokens=num_blocks * layout.block_size_tokens,
             wait_ms=wait_ms,
             offers=offers,
         )
     )
+
+
+def drafted(**changed) -> pb.KvFingerprint:
+    """Returns the fingerprint of a sender with a draft of one layer that fits, but for changes."""
+    fields = {"num_layers": 1, "num_kv_heads": 1, "block_size_tokens": 4, "block_bytes": 32}
+    fingerprint = LAYOUT.fingerprint()
+    fingerprint.layout = kv_fingerprint.axes_with_draft(fingerprint.layout)
+    fingerprint.draft_revision = "eagle weights"
+    group = pb.KvGroup(kind=pb.KvGroup.KIND_FULL)
+    for name, value in {**fields, **changed}.items():
+        setattr(group, name, value)
+    fingerprint.draft_groups.append(group)
+    return fingerprint
 
 
 def data_message(handoff_id, epoch, num_blocks, rank, layer, first, count) -> bytes:

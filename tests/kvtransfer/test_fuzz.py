@@ -15,7 +15,7 @@ from baton.kvtransfer import frames, local_wire
 from baton.kvtransfer.frames import FrameKind
 from baton.kvtransfer.push import PUSH_METHOD, SERVICE
 from baton.kvtransfer.transports import shm_transport
-from baton.runtime import rpc
+from baton.runtime import kv_fingerprint, rpc
 from baton.v1 import kv_transfer_pb2 as pb
 
 SEED = 20
@@ -60,7 +60,8 @@ class Fuzzer:
     def honest(self, handoff_id):
         """Returns an open, data or references of every block, and commits with random totals."""
         by_reference = self.rng.random() < 0.5
-        messages = [frames.encode_open(self.open(handoff_id, by_reference))]
+        opened = self.open(handoff_id, by_reference)
+        messages = [frames.encode_open(opened)]
         for rank in range(self.layout.tp_size):
             for layer in range(self.layout.num_layers):
                 place = {"rank": rank, "layer": layer, "first_block": 0, "num_blocks": 2}
@@ -72,9 +73,39 @@ class Fuzzer:
                 else:
                     data = self.rng.randbytes(2 * self.layout.block_bytes)
                     messages.append(frames.encode(FrameKind.DATA, handoff_id, 1, data, **place))
+            if opened.fingerprint.draft_groups:
+                messages.append(self.draft(handoff_id, rank, opened.fingerprint.draft_groups[0]))
             totals = self.rng.randbytes(self.rng.choice([24, 24, 23, 0]))
             messages.append(frames.encode(FrameKind.COMMIT, handoff_id, 1, totals, rank=rank))
         return messages
+
+    def draft(self, handoff_id, rank, group):
+        """Returns a block of a draft, perhaps far behind the blocks of the model."""
+        data = self.rng.randbytes(min(group.block_bytes, 4096))
+        first = self.rng.choice([0, 1, 127, 2**20])
+        place = {"rank": rank, "layer": self.layout.num_layers, "first_block": first}
+        return frames.encode(FrameKind.DATA, handoff_id, 1, data, num_blocks=1, **place)
+
+    def fingerprint(self):
+        """Returns the service's fingerprint; half of the time with a draft, often a wrong one."""
+        fingerprint, rng = self.layout.fingerprint(), self.rng
+        if rng.random() < 0.5:
+            return fingerprint
+        size = self.layout.block_size_tokens
+        fingerprint.layout = kv_fingerprint.axes_with_draft(fingerprint.layout)
+        fingerprint.draft_revision = "draft"
+        for _ in range(rng.choice([0, 1, 1, 2])):
+            fingerprint.draft_groups.append(
+                pb.KvGroup(
+                    kind=rng.choice([pb.KvGroup.KIND_FULL] * 4 + [pb.KvGroup.KIND_WINDOW]),
+                    num_layers=rng.choice([1, 1, 1, *WORDS]),
+                    num_kv_heads=rng.choice([1, 2, 0]),
+                    block_size_tokens=rng.choice([size, size, 1, *WORDS]),
+                    block_bytes=rng.choice([size, 1024, *WORDS]),
+                    table=rng.choice([0, 0, 0, 1]),
+                )
+            )
+        return fingerprint
 
     def open(self, handoff_id, by_reference):
         offers = [pb.TransportOffer(name="grpc")]
@@ -85,7 +116,7 @@ class Fuzzer:
             }
             offers.insert(0, pb.TransportOffer(name="shm", **shm))
         return pb.PushOpen(
-            handoff_id=handoff_id, epoch=1, fingerprint=self.layout.fingerprint(), num_blocks=2,
+            handoff_id=handoff_id, epoch=1, fingerprint=self.fingerprint(), num_blocks=2,
             num_tokens=8, wait_ms=self.rng.choice(WORDS), offers=offers,
         )  # fmt: skip
 

@@ -11,6 +11,7 @@ from receiver_harness import (
     OPENED,
     Harness,
     data_message,
+    drafted,
     honest_messages,
     kinds,
     open_message,
@@ -156,6 +157,69 @@ def test_frames_are_checked_by_the_senders_number_of_shards(harness):
     assert kinds(harness.deliver(2, open_message(IDS[1], 1, 3))) == OPENED
     stray = frames.encode(FrameKind.DATA, IDS[1], 1, data, rank=0, layer=1, num_blocks=1)
     assert kinds(harness.deliver(2, stray)) == refused(pb.REFUSAL_REASON_MALFORMED)
+
+
+def draft_frame(layout, num_blocks):
+    """Returns a frame with the last block of the draft's only layer."""
+    group = layout.groups[-1]
+    last = layout.blocks(group, num_blocks)[-1]
+    return frames.encode(
+        FrameKind.DATA, IDS[0], 1, b"d" * group.block_bytes, rank=1, layer=layout.num_layers,
+        first_block=last, num_blocks=1,
+    )  # fmt: skip
+
+
+def test_the_blocks_of_a_senders_draft_are_within_the_staging_of_its_handoff(harness):
+    fingerprint = drafted()
+    layout = LAYOUT.sent_by(fingerprint)
+    assert layout.handoff_bytes(2) == LAYOUT.handoff_bytes(2) + 2 * 2 * 32
+    # The arena begins with another handoff.
+    harness.deliver(9, open_message(IDS[4], 1, 1))
+    begin = harness.receiver.arena_statistics().used_bytes
+    opened = harness.deliver(1, open_message(IDS[0], 1, 2, fingerprint=fingerprint))
+    assert kinds(opened) == OPENED
+    assert harness.deliver(1, draft_frame(layout, 2)) == []
+    end = begin + layout.handoff_bytes(2)
+    assert bytes(harness.memory[end - 32 : end]) == b"d" * 32
+    assert not any(harness.memory[end:])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"block_size_tokens": 1},
+        {"block_size_tokens": 0},
+        {"block_size_tokens": 8},
+        {"block_bytes": 1},
+        {"block_bytes": 3},
+        {"num_layers": 0},
+        {"table": 1},
+        {"kind": pb.KvGroup.KIND_WINDOW, "window_tokens": 4},
+        {"kind": pb.KvGroup.KIND_STATE},
+    ],
+)
+def test_a_draft_that_cannot_be_of_a_cache_like_this_is_refused(harness, changed):
+    """The receiver has no draft. The blocks would not be where the sender's frames go."""
+    fingerprint = drafted(**changed)
+    replies = harness.deliver(1, open_message(IDS[0], 1, 1, fingerprint=fingerprint))
+    assert kinds(replies) == refused(pb.REFUSAL_REASON_FINGERPRINT)
+    assert "must be at least 1 layer of 4 tokens, at least 4 bytes" in replies[0].detail
+    harness.assert_empty()
+
+
+def test_no_frame_is_written_past_the_staging_of_its_handoff(harness):
+    """Even if the size of a handoff were computed wrong."""
+    harness.deliver(1, open_message(IDS[0], 1, 3))
+    extent = harness.receiver._table.live[IDS[0]].extent
+    object.__setattr__(extent, "size_bytes", extent.size_bytes - 1)
+    assert harness.deliver(1, data_message(IDS[0], 1, 3, 1, 1, 1, 1)) == []
+    before = bytes(harness.memory)
+    assert any(before)
+    (reply,) = harness.deliver(1, data_message(IDS[0], 1, 3, 1, 1, 2, 1))
+    assert reply.reason == pb.REFUSAL_REASON_MALFORMED
+    assert "end at byte 1536; the handoff has 1535" in reply.detail
+    assert bytes(harness.memory) == before
+    harness.assert_empty()
 
 
 @pytest.mark.parametrize("stage", ["queued", "receiving", "committed", "claimed"])
