@@ -190,7 +190,8 @@ class RankPart:
 
     Attributes:
         seen: One byte for each block of the shard (KvLayout.index); 1 when it has arrived or is
-            being pulled.
+            being pulled. Empty until the handoff has staging, because the sender chooses the
+            number of blocks, and only staging limits how many handoffs have that many.
         num_seen: Number of blocks that have arrived.
         num_pulls: Number of pulls of the epoch that have not ended.
         promised: Totals of the rank's commit, once that has come. It counts when no pull is
@@ -198,7 +199,7 @@ class RankPart:
         in_order: The frames in the order of a claim, once a rank has claimed the part.
     """
 
-    seen: bytearray
+    seen: bytearray = field(default_factory=bytearray)
     num_seen: int = 0
     num_pulls: int = 0
     frames: list[ReceivedFrame] = field(default_factory=list)

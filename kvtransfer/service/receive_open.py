@@ -108,10 +108,7 @@ class OpenHandler:
             now: Current time.monotonic(), in seconds.
         """
         live = self._table.live.get(opened.handoff_id)
-        ranks = [
-            RankPart(bytearray(layout.shard_blocks(opened.num_blocks)))
-            for _ in range(layout.num_shards)
-        ]
+        ranks = [RankPart() for _ in range(layout.num_shards)]
         if live is None:
             live = Handoff(
                 opened.handoff_id, 0, None, 0, 0, 0, _S.QUEUED, now, ranks, choice, layout

@@ -255,6 +255,8 @@ class ReceiveTable:
 
     def _receive(self, handoff: Handoff, now: float) -> None:
         handoff.deadline = now + self._limits.idle_timeout_s
+        for part in handoff.ranks:
+            part.seen = bytearray(handoff.layout.shard_blocks(handoff.num_blocks))
         self.advance(handoff, _S.RECEIVING)
         self.reply(handoff, pb.PushReply.KIND_OPENED)
 

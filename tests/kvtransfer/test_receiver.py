@@ -126,6 +126,20 @@ def test_staging_is_given_in_order_and_a_large_handoff_is_not_overtaken(harness)
     assert [(reply.stream, reply.reason) for reply in replies] == [(3, pb.REFUSAL_REASON_NO_ROOM)]
 
 
+def test_only_handoffs_with_staging_take_memory_for_their_blocks(harness):
+    """The sender chooses the number of blocks, and many handoffs may wait for staging."""
+    for number in range(3):
+        harness.deliver(number, open_message(IDS[number], 1, 4))
+    # One byte for each block of both layers.
+    held = [bytes(8), b"", b""]
+    live = harness.receiver._table.live
+    assert [live[one].ranks[1].seen for one in IDS[:3]] == held
+    # The next epochs of two handoffs are smaller, so that both have staging.
+    harness.deliver(9, open_message(IDS[0], 2, 3))
+    harness.deliver(1, open_message(IDS[1], 2, 1))
+    assert [len(live[one].ranks[1].seen) for one in IDS[:3]] == [6, 2, 0]
+
+
 def test_a_handoff_that_cannot_fit_or_match_is_refused_with_the_values(harness):
     (reply,) = harness.deliver(1, open_message(IDS[0], 1, 5))
     assert reply.reason == pb.REFUSAL_REASON_TOO_LARGE
