@@ -6,6 +6,7 @@ needs it. vLLM's own tier of files verifies nothing that it loads, so it is not 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import queue
 import threading
@@ -153,7 +154,7 @@ class DiskTier:
 
 
 def make_rank_disk(
-    extra: Mapping[str, Any], rank: int, worker: OffloadingWorker
+    extra: Mapping[str, Any], rank: int, worker: OffloadingWorker, layout: str
 ) -> RankDisk | None:
     """Returns the rank's half; None if the tier is off.
 
@@ -161,9 +162,12 @@ def make_rank_disk(
         extra: kv_connector_extra_config.
         rank: Tensor-parallel rank.
         worker: vLLM's half in the rank, with its host memory.
+        layout: Arrangement of the bytes of a block (paged_cache.page_layout).
     """
     if (options := extra.get(DISK)) is None:
         return None
     directory = rank_directory(Path(options["directory"]), rank)
-    namespace, pages = bytes.fromhex(options["namespace"]), host_pages(host_layers(worker))
-    return RankDisk(directory, namespace, rank, pages)
+    # The arrangement is known only now: the worker's directory was chosen without it. Files of
+    # another one are wrong files.
+    namespace = hashlib.sha256(bytes.fromhex(options["namespace"]) + layout.encode()).digest()
+    return RankDisk(directory, namespace, rank, host_pages(host_layers(worker)))

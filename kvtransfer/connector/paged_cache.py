@@ -10,6 +10,7 @@ blocks of several layers are packed together.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -49,6 +50,28 @@ def block_view(name: str, cache: torch.Tensor, group: KvGroup) -> torch.Tensor:
             f"content] with {expected} bytes per block, and content contiguous"
         )
     return cache.unflatten(0, (cache.shape[0] // parts, parts)).transpose(1, 2)
+
+
+def page_layout(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> str:
+    """Describes how the bytes of a rank's blocks are arranged, whose raw pages a disk keeps.
+
+    The description is the same in every process whose pages can be exchanged. vLLM chooses the
+    arrangement when the engine starts, by the attention kernel and VLLM_KV_CACHE_LAYOUT. The
+    number of blocks is no part of it.
+
+    Args:
+        kv_caches: The layers' caches, each [blocks or parts of blocks, ...], by the engine's names
+            and in the order of their pages.
+        num_blocks: Number of blocks of the cache.
+    """
+    layers = []
+    for name, cache in kv_caches.items():
+        size, parts = cache.element_size(), max(1, cache.shape[0] // num_blocks)
+        strides = [stride * size for stride in cache.stride()]
+        # Where blocks of several layers are packed together, each layer has its place in them.
+        begin = cache.storage_offset() * size % (parts * strides[0])
+        layers.append([name, str(cache.dtype), parts, list(cache.shape[1:]), strides, begin])
+    return json.dumps(layers)
 
 
 class PagedCache:

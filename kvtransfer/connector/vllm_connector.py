@@ -69,6 +69,7 @@ from baton.kvtransfer.connector.host_tier import (
     HostTier,
     make_rank_half,
 )
+from baton.kvtransfer.connector.paged_cache import page_layout
 from baton.kvtransfer.connector.rank_half import RankHalf
 from baton.kvtransfer.connector.scheduler_half import SchedulerHalf
 from baton.kvtransfer.connector.step_work import StepWork
@@ -281,7 +282,13 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             assert self._host_copies.worker is not None, "vLLM makes it for these caches"
             extra = self._kv_transfer_config.kv_connector_extra_config
             rank = get_tensor_model_parallel_rank()
-            self._rank_disk = make_rank_disk(extra, rank, self._host_copies.worker)
+            in_order = {
+                name: kv_caches[name]
+                for group in self._kv_cache_config.kv_cache_groups
+                for name in group.layer_names
+            }
+            layout = page_layout(in_order, self._kv_cache_config.num_blocks)
+            self._rank_disk = make_rank_disk(extra, rank, self._host_copies.worker, layout)
             self._host_layers = host_layers(self._host_copies.worker)
         self._note_stage(engine_stages.KV)
 

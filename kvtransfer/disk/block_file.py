@@ -40,7 +40,8 @@ class Identity:
     """Properties of a block that its file must repeat.
 
     Attributes:
-        namespace: Digest of everything that the bytes of a block depend on beside its tokens.
+        namespace: Digest of everything that the bytes of a block depend on beside its tokens, and
+            of their arrangement in memory.
         key: The engine's hash of the block, which covers adapter, salt and all earlier tokens.
         rank: Rank whose part of the block the file holds.
     """

@@ -40,7 +40,7 @@ class RankDisk:
 
     Args:
         directory: The rank's directory.
-        namespace: Namespace that the headers of files must name (directory.namespace_of).
+        namespace: Namespace that the headers of files must name (block_file.Identity).
         rank: The rank.
         pages: Returns a block of host memory, one buffer per layer, by its index.
     """

@@ -12,7 +12,7 @@ from baton.kvtransfer import frames
 from baton.kvtransfer.connector.block_copies import Run
 from baton.kvtransfer.connector.host_copies import HostCopies, neighbours
 from baton.kvtransfer.connector.notifier import NOTIFY_BYTES, Filled, Notifier, NotifierThread
-from baton.kvtransfer.connector.paged_cache import PagedCache
+from baton.kvtransfer.connector.paged_cache import PagedCache, page_layout
 from baton.kvtransfer.connector.rank_half import open_copies
 from baton.kvtransfer.control import EnginePort, split_blocks
 from baton.kvtransfer.layout import KvLayout
@@ -60,6 +60,25 @@ def fragmented(count, seed=1):
     random.Random(seed).shuffle(ids)
     head = sorted(ids[: count // 2])
     return head + ids[count // 2 : count]
+
+
+def test_pages_are_described_by_their_arrangement_alone():
+    """A disk keeps raw pages, so a worker with another arrangement must not use its files."""
+    cases = [
+        (order, dtype, parts)
+        for order in ORDERS
+        for dtype in (torch.float32, torch.bfloat16)
+        for parts in (1, 2)
+    ]
+    found = [page_layout(make_cache(*case), BLOCKS) for case in cases]
+    assert len(set(found)) == len(cases)
+    # The bytes of the cache, where it is in memory, and how large it is, make no difference.
+    for order, dtype, parts in cases:
+        layers = make_cache(order, dtype, parts, seed=9)
+        assert page_layout(layers, BLOCKS) in found
+        if order in ("LBHNC", "LBNHC"):
+            most = {name: layer[: 7 * parts] for name, layer in layers.items()}
+            assert page_layout(most, 7) == page_layout(layers, BLOCKS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

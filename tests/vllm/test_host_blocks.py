@@ -295,6 +295,47 @@ def test_nothing_is_written_before_the_blocks_of_an_earlier_worker_are_counted(
     directory.close()
 
 
+def test_files_of_another_arrangement_of_the_bytes_are_wrong(tmp_path: Path) -> None:
+    """As after a start with another VLLM_KV_CACHE_LAYOUT: every other property is the same."""
+    from baton.kvtransfer.connector import disk_tier
+
+    directory = DiskDirectory.open(tmp_path, bytes(32), 1)
+    extra = disk_tier.disk_options(directory.path, bytes(32), 2**20)
+    one = BlockName(bytes([1] * 36), 1, owner_of(""))
+
+    def run(order: Load | Write, layout: str) -> DiskReport:
+        copies = _copies()
+        rank = disk_tier.make_rank_disk(extra, 0, copies, layout)
+        assert rank is not None
+        rank.submit([order])
+        rank.close(60)
+        copies.shutdown()
+        report = rank.take_report()
+        assert report is not None
+        return report
+
+    assert run(Write(1, one, 0), "heads, tokens").ended == [(1, True)]
+    assert run(Load(2, one, 1), "heads, tokens").ended == [(2, True)]
+    report = run(Load(3, one, 1), "tokens, heads")
+    assert (report.ended, report.num_wrong) == ([(3, False)], 1)
+    directory.close()
+
+
+def _copies() -> Any:
+    """Returns vLLM's half in a rank of one layer."""
+    import torch
+    from vllm.v1.kv_offload.base import (
+        CanonicalKVCacheRef,
+        CanonicalKVCaches,
+        CanonicalKVCacheTensor,
+    )
+
+    from baton.kvtransfer.connector.cpu_copies import CpuCopies
+
+    tensor = CanonicalKVCacheTensor(torch.zeros((2, 512), dtype=torch.int8), 512)
+    return CpuCopies(CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, 512)]]), 2)
+
+
 @pytest.mark.parametrize("hung", [Load, Write])
 def test_a_deletion_does_not_wait_for_a_disk_that_hangs(hung: type) -> None:
     from baton.kvtransfer.connector.cache_drops import DROPPED, CacheDrops
