@@ -28,6 +28,8 @@ _NOT_WEIGHTS = frozenset(
 )
 # Configurations of models on a hub: Hugging Face's and Mistral's.
 _CONFIGS = ("config.json", "params.json")
+# Configurations of the processors of images and other media.
+_PROCESSORS = "*processor_config.json"
 # Keys of a configuration that differ between copies of one model, and change no result.
 _IGNORED = frozenset({"_name_or_path", "_commit_hash", "transformers_version", "use_cache"})
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -74,6 +76,30 @@ def weights_revision(model: Any) -> str:
                 if isinstance(found, str):
                     return _commit(found)
     return f"{model.model_weights or model.model}@{model.revision or 'main'}"
+
+
+def computation(model: Any) -> str:
+    """Returns the settings by which an engine makes another KV cache of the same model and tokens.
+
+    They are: quantization while the weights are loaded, the type of activations, and how images are
+    prepared. Vllm's keys of blocks name an image by its own bytes. Files that outlive an engine
+    must tell these settings apart. The workers of a cell may differ in them on purpose, so they are
+    no part of a revision.
+
+    Args:
+        model: vLLM's ModelConfig.
+    """
+    images = model.multimodal_config
+    settings = {
+        "quantization": model.quantization,
+        "quantization_config": model.quantization_config,
+        "dtype": str(model.dtype),
+        "mm_processor_kwargs": images.mm_processor_kwargs if images else None,
+        "media_io_kwargs": images.media_io_kwargs if images else None,
+        # The commit of a hub ID covers these files.
+        "processor": file_digest(Path(model.model).glob(_PROCESSORS)) if images else None,
+    }
+    return json.dumps(_canonical(settings), sort_keys=True)
 
 
 def downloaded_commit(repository: str, file: str) -> str:

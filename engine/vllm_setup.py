@@ -16,6 +16,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from baton.engine.base import EngineDead, EngineInfo
+from baton.engine.model_revision import computation
 from baton.engine.vllm_config import (
     RECORDING,
     RefusingEngineArgs,
@@ -244,7 +245,8 @@ class VllmSetup:
                 algorithm,
             )
             return None
-        engine = f"vllm {vllm.__version__}, keys by {algorithm} from {seed}"
+        made = computation(self.config.model_config)
+        engine = f"vllm {vllm.__version__}, keys by {algorithm} from {seed}, {made}"
         namespace = namespace_of(self.layout.fingerprint(), engine)
         try:
             directory = DiskDirectory.open(

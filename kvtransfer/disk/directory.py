@@ -38,7 +38,8 @@ def namespace_of(fingerprint: kv_transfer_pb2.KvFingerprint, engine: str) -> byt
 
     Args:
         fingerprint: Covers the layout, the model's weights and configuration, and the adapters.
-        engine: The engine's version, and how it makes the keys of blocks.
+        engine: The engine's version, how it makes the keys of blocks, and its settings that change
+            the content of blocks.
     """
     text = fingerprint.SerializeToString(deterministic=True)
     return hashlib.sha256(engine.encode() + b"\0" + text).digest()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,12 @@ import torch
 import transformers
 from huggingface_hub import constants
 
-from baton.engine.model_revision import downloaded_commit, model_revision, weights_revision
+from baton.engine.model_revision import (
+    computation,
+    downloaded_commit,
+    model_revision,
+    weights_revision,
+)
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -49,6 +54,10 @@ class Model:
     revision: str | None = None
     model_weights: str = ""
     override_generation_config: dict[str, Any] = field(default_factory=dict)
+    quantization: str | None = None
+    quantization_config: dict[str, Any] | None = None
+    dtype: torch.dtype = torch.bfloat16
+    multimodal_config: Any = None
 
     def try_get_generation_config(self) -> dict[str, Any]:
         return {}
@@ -91,6 +100,24 @@ def test_long_rope_has_one_revision_on_each_side_of_its_original_context(tmp_pat
     assert short == longest_short
     assert long == longer
     assert short != long
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"quantization": "fp8"},
+        {"quantization_config": {"linear": {"weight": "fp8"}}},
+        {"dtype": torch.float16},
+    ],
+)
+def test_quantized_while_loading_is_the_same_model_and_another_cache(
+    tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    one = made(tmp_path / "one")
+    other = replace(made(tmp_path / "other"), **changed)
+    assert model_revision(one) == model_revision(other)
+    assert computation(one) == computation(made(tmp_path / "copy"))
+    assert computation(one) != computation(other)
 
 
 def odd_revision() -> str:

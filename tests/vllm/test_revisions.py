@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from image_model import write_image_model
 from test_refusals import LLAMA
 from vllm_programs import Program
 
@@ -24,6 +26,8 @@ LONG_ROPE = {
     "long_factor": [4.0] * 8,
     "original_max_position_embeddings": 256,
 }
+OTHER_SIZE = {"size": {"longest_edge": 224}}
+OTHER_BACKGROUND = {"image": {"rgba_background_color": [0, 0, 0]}}
 OTHER_THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
 
 
@@ -38,6 +42,10 @@ def checkpoint(directory: Path, **changed: object) -> str:
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("revisions")
     model, long = checkpoint(path / "model"), checkpoint(path / "long", rope_scaling=LONG_ROPE)
+    images = write_image_model(path / "images")
+    other_images = str(shutil.copytree(images, path / "other images"))
+    processor = path / "other images" / "preprocessor_config.json"
+    processor.write_text(processor.read_text().replace("0.5", "0.4"))
     cases = {
         "model": (model, {}, {}),
         "copy": (checkpoint(path / "copy"), {}, {}),
@@ -49,6 +57,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "long rope, long context": (long, {"max_model_len": 257}, {}),
         "random keys": (model, {"prefix_caching_hash_algo": "xxhash"}, {}),
         "seeded keys": (model, {"prefix_caching_hash_algo": "xxhash"}, {"PYTHONHASHSEED": "1"}),
+        "images": (images, {}, {}),
+        "images, again": (images, {"max_num_seqs": 3}, {}),
+        "images, other size": (images, {"mm_processor_kwargs": OTHER_SIZE}, {}),
+        "images, other background": (images, {"media_io_kwargs": OTHER_BACKGROUND}, {}),
+        "images, other file": (other_images, {}, {}),
         "other seed": (model, {"prefix_caching_hash_algo": "xxhash"}, {"PYTHONHASHSEED": "2"}),
     }
     with Program("revisions_program", cases, directory=path) as program:
@@ -76,6 +89,19 @@ def test_other_rope_parameters_are_another_model(
     assert num_found(tmp_path, made[one]["namespace"]) == 0
     assert num_found(tmp_path, made[one]["namespace"]) == 1
     assert num_found(tmp_path, made[other]["namespace"]) == 0
+
+
+@pytest.mark.parametrize("what", ["size", "background", "file"])
+def test_files_of_images_that_were_prepared_otherwise_are_not_used(
+    made: dict[str, Any], tmp_path: Path, what: str
+) -> None:
+    """Vllm's keys of blocks name an image by its own bytes."""
+    other = made[f"images, other {what}"]
+    # Such workers may serve in one cell: a handoff has the reader's images.
+    assert other["revision"] == made["images"]["revision"]
+    assert num_found(tmp_path, made["images"]["namespace"]) == 0
+    assert num_found(tmp_path, made["images, again"]["namespace"]) == 1
+    assert num_found(tmp_path, other["namespace"]) == 0
 
 
 def test_no_disk_is_used_if_vllms_keys_of_blocks_differ_after_a_start(
