@@ -127,7 +127,7 @@ class DiskTier:
         """Takes over some of the blocks that were found, and looks for a disk that hangs."""
         if not self._found.empty():
             if (found := self._found.get()) is None:
-                self.index.is_searching = False
+                self.index.end_search()
             else:
                 blocks, num_wrong, error = found
                 self.index.found(blocks, num_wrong)

@@ -29,6 +29,9 @@ TIMEOUT_S = 10.0
 # Most of this time that passes between two looks at the clock. An idle engine makes no steps, so
 # ranks cannot report meanwhile.
 _MOST_UNSEEN_S = 1.0
+# Most deletions that are remembered during the search for blocks of an earlier worker. After more
+# of them, no block that is found later is kept.
+_MOST_DELETIONS = 256
 
 
 @dataclass(slots=True)
@@ -159,6 +162,8 @@ class DiskIndex:
         self._orders: list[Order] = []
         self._changes = BlockChanges()
         self._counts = DiskCounts()
+        # Deletions during the search, whose files may still be found.
+        self._deleted_meanwhile: list[BlockSelection] = []
         self.off = ""
         self.is_searching = False
 
@@ -283,7 +288,7 @@ class DiskIndex:
         for block in blocks:
             if self.off or block.key in self._blocks or block.key in self._writing:
                 continue
-            if self._is_full:
+            if self._is_full or self._was_deleted(block):
                 gone.append(block)
                 continue
             self._blocks[block.key] = block
@@ -292,6 +297,23 @@ class DiskIndex:
         if gone:
             self._orders.append(Delete(gone))
         self._counts.num_wrong += num_wrong
+
+    def end_search(self) -> None:
+        """Notes that no more blocks of an earlier worker will be found."""
+        self.is_searching = False
+        self._deleted_meanwhile.clear()
+
+    def _was_deleted(self, block: BlockName) -> bool:
+        """Whether an operator has deleted a block before the search has found it."""
+        return any(one.includes(block.hash, block.owner) for one in self._deleted_meanwhile)
+
+    def _note_deletion(self, selection: BlockSelection) -> None:
+        """Remembers a deletion for the blocks that the search finds later."""
+        if not self.is_searching:
+            return
+        self._deleted_meanwhile.append(selection)
+        if len(self._deleted_meanwhile) > _MOST_DELETIONS:
+            self._deleted_meanwhile = [BlockSelection()]
 
     def reported(self, report: DiskReport) -> list[Ended]:
         """Takes the reports of ranks; returns the jobs that have ended in all of them."""
@@ -363,6 +385,7 @@ class DiskIndex:
 
     def clear(self) -> None:
         """Deletes all blocks."""
+        self._note_deletion(BlockSelection())
         if blocks := list(self._blocks.values()):
             self._orders.append(Delete(blocks))
         self._blocks.clear()
@@ -374,6 +397,7 @@ class DiskIndex:
         Returns:
             How many blocks are deleted, and the number for `take_deleted`.
         """
+        self._note_deletion(selection)
         gone = [one for one in self._blocks.values() if selection.includes(one.hash, one.owner)]
         for block in gone:
             del self._blocks[block.key]

@@ -19,7 +19,7 @@ from disk_store import NUM_RANKS, PAYLOAD_BYTES, Store, block, content, namespac
 
 from baton.kvtransfer.disk import block_file
 from baton.kvtransfer.disk.directory import rank_directory, scan
-from baton.kvtransfer.disk.index import TIMEOUT_S
+from baton.kvtransfer.disk.index import TIMEOUT_S, DiskIndex
 from baton.kvtransfer.disk.orders import BlockName, BlockSelection, DiskReport, Load
 
 
@@ -565,6 +565,46 @@ def test_an_owner_s_files_are_deleted(tmp_path: Path, owner: str | None):
     change = store.index.take_change()
     assert change is not None
     assert {one.hash for one in gone} <= set(change["removed"])
+
+
+@pytest.mark.parametrize("num_deletions", [1, 1000])
+def test_what_is_deleted_during_the_search_is_not_found(tmp_path: Path, num_deletions: int):
+    store = Store(tmp_path)
+    kept = [block(n, "search") for n in range(3)]
+    chosen = [block(n, "search") for n in range(3, 6)]
+    gone = [block(n, "gone") for n in range(3)]
+    store.write([*kept, *gone, *chosen])
+    found = list(store.index._blocks.values())
+    index = DiskIndex(100, 8, NUM_RANKS, lambda: 0.0)
+    index.is_searching = True
+    for _ in range(num_deletions):
+        index.delete(BlockSelection.of("gone", None))
+        index.delete(BlockSelection.of("search", {one.hash for one in chosen}))
+    index.take_orders()
+    index.found(found[:4])
+    index.found(found[4:])
+    # So many deletions are not remembered one by one.
+    expected = kept if num_deletions == 1 else []
+    assert [one for one in found if one.key in index] == expected
+    deleted = [one for order in index.take_orders() for one in order.blocks]  # type: ignore[union-attr]
+    assert deleted == [one for one in found if one not in expected]
+    change = index.take_change()
+    assert change is None or change["stored"] == [one.hash for one in expected]
+    index.end_search()
+    index.found(gone)
+    assert all(one.key in index for one in gone)
+
+
+def test_blocks_that_are_found_after_the_cache_was_emptied_are_deleted(tmp_path: Path):
+    store = Store(tmp_path)
+    store.write([block(1)])
+    index = DiskIndex(100, 8, NUM_RANKS, lambda: 0.0)
+    index.is_searching = True
+    index.clear()
+    index.found([block(1)])
+    assert block(1).key not in index
+    store.run(index.take_orders())
+    assert not store.files()
 
 
 def test_files_of_chosen_blocks_are_deleted(tmp_path: Path):
