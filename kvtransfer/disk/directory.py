@@ -147,8 +147,8 @@ class Found:
 def scan(directory: Path, num_ranks: int, payload_bytes: int) -> Found:
     """Finds the blocks of an earlier worker by the names and sizes of their files.
 
-    Their content is verified when it is loaded. Files that are no whole block are deleted. Files
-    that are written or deleted meanwhile are left alone.
+    Their content is verified when it is loaded. Files that are no whole block are deleted. The
+    worker writes and loads nothing meanwhile (DiskIndex.is_searching).
 
     Args:
         directory: The worker's directory.
@@ -158,7 +158,7 @@ def scan(directory: Path, num_ranks: int, payload_bytes: int) -> Found:
     Raises:
         OSError: The directory cannot be read.
     """
-    begun_at, until = time.time(), time.monotonic() + _SCAN_TIMEOUT_S
+    until = time.monotonic() + _SCAN_TIMEOUT_S
     found: list[tuple[float, BlockName]] = []
     num_wrong = 0
     ranks = [rank_directory(directory, rank) for rank in range(num_ranks)]
@@ -171,8 +171,6 @@ def scan(directory: Path, num_ranks: int, payload_bytes: int) -> Found:
             size = file_bytes(len(block.key), payload_bytes) if block is not None else -1
             parts = [part for files in by_rank if (part := files.get(name)) is not None]
             used_at = max(part.st_mtime for part in parts)
-            if used_at > begun_at:
-                continue
             is_whole = len(parts) == num_ranks and all(part.st_size == size for part in parts)
             if block is not None and is_whole:
                 found.append((used_at, block))

@@ -531,17 +531,22 @@ def test_other_files_are_not_taken_for_blocks(tmp_path: Path):
     assert len(after.files()) == NUM_RANKS
 
 
-def test_a_file_that_is_written_during_the_search_is_left_alone(tmp_path: Path):
+def test_files_from_a_time_to_come_count_as_all_others(tmp_path: Path):
+    """The clock was wrong when they were written, or is now."""
     store = Store(tmp_path)
-    store.write([block(1)])
-    store.path(block(1), 1).unlink()
-    later = time.time() + 60
-    os.utime(store.path(block(1), 0), (later, later))
+    store.write([block(1), block(2)])
+    store.path(block(2), 1).unlink()
+    later = time.time() + 3600
+    for path in store.files():
+        os.utime(path, (later, later))
     store.close()
-    after = Store(tmp_path)
+    after = Store(tmp_path, max_blocks=2)
+    assert after.num_wrong + after.index.take_counts().num_wrong == 1
+    assert after.load(block(1))
+    # They are evicted like others, so the bound holds.
+    assert all(after.write([block(n) for n in range(10, 14)]))
+    assert len(after.files()) == 2 * NUM_RANKS
     assert block(1).key not in after.index
-    assert after.num_wrong == 0
-    assert len(after.files()) == 1
 
 
 @pytest.mark.parametrize("owner", ["search", None])
