@@ -67,7 +67,7 @@ class DiskDirectory:
             OSError: `disk_dir` cannot be used.
         """
         disk_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        layout, spare = namespace.hex(), None
+        layout, spare = namespace.hex().encode(), None
         for number in range(_MAX_WORKERS):
             path = disk_dir / f"worker-{number}"
             if spare is not None and not path.exists():
@@ -91,14 +91,14 @@ class DiskDirectory:
             raise
         return spare
 
-    def _begin(self, layout: str, num_ranks: int) -> None:
+    def _begin(self, layout: bytes, num_ranks: int) -> None:
         """Empties the directory for blocks of this layout."""
         (self.path / "layout").unlink(missing_ok=True)
         for old in self.path.glob("rank-*"):
             shutil.rmtree(old)
         for rank in range(num_ranks):
             rank_directory(self.path, rank).mkdir(mode=0o700)
-        (self.path / "layout").write_text(layout)
+        (self.path / "layout").write_bytes(layout)
 
     def close(self) -> None:
         """Leaves the directory to other workers; idempotent."""
@@ -124,11 +124,11 @@ def _locked(path: Path) -> int | None:
     return lock
 
 
-def _layout_of(path: Path) -> str:
+def _layout_of(path: Path) -> bytes:
     try:
-        return (path / "layout").read_text()
+        return (path / "layout").read_bytes()
     except FileNotFoundError:
-        return ""
+        return b""
 
 
 @dataclass(frozen=True, slots=True)

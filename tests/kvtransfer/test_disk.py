@@ -170,6 +170,20 @@ def test_a_new_revision_empties_the_directory_of_the_old_one(tmp_path: Path):
     assert not after.files()
 
 
+@pytest.mark.parametrize("damaged", [b"\xff\xfe", b""])
+def test_a_directory_whose_layout_is_damaged_is_emptied(tmp_path: Path, damaged: bytes):
+    store = Store(tmp_path)
+    store.write([block(1)])
+    store.close()
+    (store.directory.path / "layout").write_bytes(damaged)
+    after = Store(tmp_path)
+    assert after.directory.path == store.directory.path
+    assert not after.files()
+    assert all(after.write([block(2)]))
+    after.close()
+    assert Store(tmp_path).load(block(2))
+
+
 def test_workers_of_one_host_have_directories_of_their_own(tmp_path: Path):
     first, second = Store(tmp_path), Store(tmp_path)
     other = Store(tmp_path, found=namespace(model="other"))
