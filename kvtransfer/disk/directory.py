@@ -77,7 +77,8 @@ class DiskDirectory:
             if _layout_of(path) == layout:
                 if spare is not None:
                     spare.close()
-                return cls(path, lock)
+                spare = cls(path, lock)
+                break
             if spare is None:
                 spare = cls(path, lock)
             else:
@@ -92,13 +93,16 @@ class DiskDirectory:
         return spare
 
     def _begin(self, layout: bytes, num_ranks: int) -> None:
-        """Empties the directory for blocks of this layout."""
-        (self.path / "layout").unlink(missing_ok=True)
-        for old in self.path.glob("rank-*"):
-            shutil.rmtree(old)
+        """Prepares the directory for blocks of this layout; empties it if it has another one."""
+        is_same = _layout_of(self.path) == layout
+        if not is_same:
+            (self.path / "layout").unlink(missing_ok=True)
+            for old in self.path.glob("rank-*"):
+                shutil.rmtree(old)
         for rank in range(num_ranks):
-            rank_directory(self.path, rank).mkdir(mode=0o700)
-        (self.path / "layout").write_bytes(layout)
+            rank_directory(self.path, rank).mkdir(mode=0o700, exist_ok=True)
+        if not is_same:
+            (self.path / "layout").write_bytes(layout)
 
     def close(self) -> None:
         """Leaves the directory to other workers; idempotent."""

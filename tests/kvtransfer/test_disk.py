@@ -184,6 +184,21 @@ def test_a_directory_whose_layout_is_damaged_is_emptied(tmp_path: Path, damaged:
     assert Store(tmp_path).load(block(2))
 
 
+def test_a_missing_directory_of_a_rank_is_made_again(tmp_path: Path):
+    store = Store(tmp_path)
+    store.write([block(1)])
+    store.close()
+    shutil.rmtree(rank_directory(store.directory.path, 1))
+    after = Store(tmp_path)
+    assert after.directory.path == store.directory.path
+    # The other rank's part is of no use.
+    assert after.index.take_counts().num_wrong == 1
+    assert not after.load(block(1))
+    assert after.write([block(1)]) == [True]
+    assert after.load(block(1))
+    assert after.off == ""
+
+
 def test_workers_of_one_host_have_directories_of_their_own(tmp_path: Path):
     first, second = Store(tmp_path), Store(tmp_path)
     other = Store(tmp_path, found=namespace(model="other"))
