@@ -2,6 +2,7 @@
 
     disk_dir/worker-N/lock                      held by the running worker
                       layout                    namespace of all files
+                      rank-R/written            a file until it is whole
                       rank-R/OWNER/XX/KEY-HASH  one block's part of one rank
 
 A worker takes the first directory that no running worker holds, and prefers one with its own
@@ -47,6 +48,11 @@ def namespace_of(fingerprint: kv_transfer_pb2.KvFingerprint, engine: str) -> byt
 
 def rank_directory(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}"
+
+
+def temporary_file(directory: Path) -> Path:
+    """Returns the file in a rank's directory that a block has until it is whole."""
+    return directory / "written"
 
 
 class DiskDirectory:
@@ -100,7 +106,10 @@ class DiskDirectory:
             for old in self.path.glob("rank-*"):
                 shutil.rmtree(old)
         for rank in range(num_ranks):
-            rank_directory(self.path, rank).mkdir(mode=0o700, exist_ok=True)
+            directory = rank_directory(self.path, rank)
+            directory.mkdir(mode=0o700, exist_ok=True)
+            # A killed worker leaves a part of a block there, of any tenant.
+            temporary_file(directory).unlink(missing_ok=True)
         if not is_same:
             (self.path / "layout").write_bytes(layout)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from baton.kvtransfer.disk import block_file
 from baton.kvtransfer.disk.block_file import Identity, WrongFile
+from baton.kvtransfer.disk.directory import temporary_file
 from baton.kvtransfer.disk.orders import (
     BlockName,
     BlockSelection,
@@ -141,7 +142,7 @@ class RankDisk:
 
     def _write(self, order: Write) -> None:
         path = self._directory / order.block.path
-        temporary = self._directory / "written"
+        temporary = temporary_file(self._directory)
         try:
             block_file.write(path, temporary, self._identity(order.block), self._pages(order.slot))
         except OSError:

@@ -553,10 +553,13 @@ def test_other_files_are_not_taken_for_blocks(tmp_path: Path):
     good = store.path(block(1), 0)
     for name in ("x", "zz-zz", good.name.upper(), f"{good.name}.tmp", "00-1"):
         (good.parent / name).write_bytes(good.read_bytes())
-    (rank_directory(store.directory.path, 0) / "written").write_bytes(b"half")
+    temporary = rank_directory(store.directory.path, 0) / "written"
+    temporary.write_bytes(b"half")
     store.close()
     after = Store(tmp_path)
     assert after.load(block(1))
+    # A deletion of all blocks would not find it.
+    assert not temporary.exists()
     assert len(after.files()) == NUM_RANKS
 
 
