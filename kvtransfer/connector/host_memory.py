@@ -243,25 +243,30 @@ class HostBlocks(CPUOffloadingManager):
 
     def load_from_disk(
         self, keys: Sequence[OffloadKey], req_context: ReqContext
-    ) -> set[OffloadKey]:
-        """Begins to load a prompt's next blocks to host memory; returns those being loaded.
+    ) -> set[OffloadKey] | None:
+        """Begins to load a prompt's next blocks to host memory; returns the blocks of these loads.
 
         Args:
             keys: The blocks that the prompt needs, in their order.
             req_context: Belongs to the request.
+
+        Returns:
+            None: the next block is on disk, and the loads under way are as many as may be.
         """
         disk = self.disk
         assert disk is not None, "asked only with a disk"
         wanted: list[OffloadKey] = []
-        num_left = self.most_busy(self._num_chunks) - disk.num_loads
+        most = self.most_busy(self._num_chunks) - disk.num_loads
+        num_new, is_cut = 0, False
         for key in keys:
             if self._policy.get(key) is None:
-                if key not in disk or num_left <= 0:
+                is_cut = key in disk and num_new >= most
+                if key not in disk or is_cut:
                     break
-                num_left -= 1
+                num_new += 1
             wanted.append(key)
-        if all(self._policy.get(key) is not None for key in wanted):
-            return set()
+        if not num_new:
+            return None if is_cut else set()
         # Blocks of the prompt that are in host memory must stay: vLLM evicts none of these keys.
         output = super().prepare_store(wanted, req_context)
         if output is None:

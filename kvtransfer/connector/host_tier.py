@@ -16,8 +16,9 @@ engine's cache until host memory has the block.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -36,10 +37,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
     OffloadingConnectorWorker,
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey
+from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.request import RequestStatus
 
 from baton.kvtransfer.connector.cached_blocks import CachedBlocks
+from baton.kvtransfer.connector.disk_loads import DiskLoads
 from baton.kvtransfer.connector.disk_tier import DiskTier
 from baton.kvtransfer.connector.host_memory import HostBlocks, HostMemory, lacking
 from baton.kvtransfer.connector.load_counts import LoadCounts
@@ -65,8 +67,6 @@ HOST_CHANGE = "baton_host_cache"
 HOST_LOADS = "baton_host_loads"
 # Key in SchedulerStats.kv_connector_stats; the value is the result of `LoadCounts.take`.
 TIER_LOADS = "baton_tier_loads"
-# Most times that one request loads blocks from disk; host memory may have evicted them again.
-_MOST_DISK_LOADS = 3
 
 logger = logging.getLogger(__name__)
 
@@ -87,19 +87,6 @@ _FIELDS: dict[type, tuple[str, ...]] = {
 }
 # Attributes of vLLM's half beside the scheduler that HostTier uses.
 _ATTRIBUTES = ("_jobs", "_req_status", "_current_batch_allocated_block_ids")
-
-
-@dataclass(slots=True)
-class _DiskLoads:
-    """Blocks that one request had loaded from disk.
-
-    Attributes:
-        keys: The blocks.
-        num_loads: Number of times that the request asked for blocks.
-    """
-
-    keys: set[OffloadKey] = field(default_factory=set)
-    num_loads: int = 0
 
 
 def host_options(host_bytes: int, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,7 +147,7 @@ class HostTier:
         self._loads: dict[str, tuple[int, int]] = {}
         self._counts = LoadCounts(memory.config.parallel.world_size, num_replicas)
         # Blocks loaded from disk, by the engine's request id.
-        self._disk_loads: dict[str, _DiskLoads] = {}
+        self._disk_loads: dict[str, DiskLoads] = {}
 
     @classmethod
     def make(
@@ -195,25 +182,28 @@ class HostTier:
 
         None: the blocks are on their way; vLLM asks again.
         """
-        self._load_from_disk(request, num_computed_tokens)
+        if self._waits_for_disk(request, num_computed_tokens):
+            return None
         num_tokens: int | None
         num_tokens, _ = self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
         return num_tokens
 
-    def _load_from_disk(self, request: Request, num_computed_tokens: int) -> None:
-        """Begins to load the blocks on disk that a waiting request needs next."""
+    def _waits_for_disk(self, request: Request, num_computed_tokens: int) -> bool:
+        """Begins to load the blocks on disk that a waiting request needs next.
+
+        Returns:
+            Whether the request must wait until others have loaded theirs.
+        """
         state = self._scheduler._req_status.get(request.request_id)
         if self.disk is None or state is None or request.skip_reading_prefix_cache:
-            return
+            return False
         self.disk.poll()
-        loads = self._disk_loads.setdefault(request.request_id, _DiskLoads())
-        if state.transfer_jobs or loads.num_loads == _MOST_DISK_LOADS:
-            return
+        loads = self._disk_loads.setdefault(request.request_id, DiskLoads())
+        if state.transfer_jobs:
+            return False
         state.update_offload_keys()
         keys = state.group_states[0].offload_keys[num_computed_tokens // self._block_tokens :]
-        if loaded := self.blocks.load_from_disk(keys, state.req_context):
-            loads.keys |= loaded
-            loads.num_loads += 1
+        return loads.load(self.blocks, keys, state.req_context, time.monotonic())
 
     @property
     def _block_tokens(self) -> int:

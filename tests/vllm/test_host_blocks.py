@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,6 +155,87 @@ def test_a_request_does_not_wait_for_a_disk_that_was_turned_off() -> None:
     assert table.num_free == 0
     table.report(loads)
     assert table.num_free == 4
+
+
+def on_disk(table: Table, count: int) -> list[Any]:
+    """Returns the keys of a prompt of which only the disk has the blocks."""
+    keys = []
+    for begin in range(0, count, 4):
+        part = table.keys(4, begin=begin)
+        table.store(part)
+        table.report(table.orders())
+        keys += part
+    table.store(table.keys(16, begin=1000))
+    table.report(table.orders())
+    assert table.lookup(keys) == [table.found.MISS] * count
+    return keys
+
+
+def test_a_prompt_waits_while_the_loads_of_others_take_all_places() -> None:
+    """It would compute at once what the disk has."""
+    from baton.kvtransfer.connector.disk_loads import DiskLoads
+
+    table = Table()
+    keys = on_disk(table, 8)
+    first, second = DiskLoads(), DiskLoads()
+    # A quarter of 16 blocks may be on its way.
+    assert not first.load(table.blocks, keys[:4], table.context, 0.0)
+    assert second.load(table.blocks, keys[4:], table.context, 1.0)
+    loads = [one for one in table.orders() if isinstance(one, Load)]
+    assert [one.block.key for one in loads] == keys[:4]
+    table.report(loads)
+    assert not second.load(table.blocks, keys[4:], table.context, 2.0)
+    assert [one.block.key for one in table.orders()] == keys[4:]
+
+
+def test_a_prompt_that_has_waited_for_long_computes_its_blocks() -> None:
+    from baton.kvtransfer.connector.disk_loads import DiskLoads
+
+    table = Table()
+    keys = on_disk(table, 8)
+    assert not DiskLoads().load(table.blocks, keys[:4], table.context, 0.0)
+    second = DiskLoads()
+    assert second.load(table.blocks, keys[4:], table.context, 100.0)
+    assert second.load(table.blocks, keys[4:], table.context, 109.0)
+    assert not second.load(table.blocks, keys[4:], table.context, 110.0)
+    # No prompt waits for a disk that is off.
+    third = DiskLoads()
+    assert third.load(table.blocks, keys[4:], table.context, 110.0)
+    assert table.disk is not None
+    table.disk.turn_off("it hangs")
+    assert not third.load(table.blocks, keys[4:], table.context, 111.0)
+
+
+def test_a_long_prompt_is_loaded_in_many_parts() -> None:
+    """Places become free one by one."""
+    from baton.kvtransfer.connector.disk_loads import DiskLoads
+
+    table = Table()
+    keys = on_disk(table, 12)
+    prompt, under_way = DiskLoads(), deque[Load]()
+    for _ in keys:
+        prompt.load(table.blocks, keys, table.context, 0.0)
+        under_way += [one for one in table.orders() if isinstance(one, Load)]
+        table.report([under_way.popleft()])
+    assert table.lookup(keys) == [table.found.HIT] * 12
+    assert prompt.keys == set(keys)
+
+
+def test_a_prompt_does_not_load_the_same_blocks_again_and_again() -> None:
+    """Host memory evicts them before the prompt can run."""
+    from baton.kvtransfer.connector.disk_loads import DiskLoads
+
+    table = Table()
+    keys = on_disk(table, 4)
+    prompt, num_loads = DiskLoads(), 0
+    for begin in range(2000, 2200, 20):
+        assert not prompt.load(table.blocks, keys, table.context, 0.0)
+        orders = table.orders()
+        num_loads += sum(isinstance(one, Load) for one in orders)
+        table.report(orders)
+        table.store(table.keys(16, begin=begin))
+        table.report(table.orders())
+    assert num_loads == 4 * 4
 
 
 def test_emptied_host_memory_does_not_give_away_what_a_rank_uses() -> None:
