@@ -239,6 +239,25 @@ class Arena:
             sizes[index - 1] += sizes[index]
             del offsets[index], sizes[index]
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Begin and end of the arena in its segment, in bytes."""
+        return self._begin, self._begin + self._size
+
+    def within(self, begin: int, end: int) -> tuple[list[tuple[int, int]], list[Extent]]:
+        """Returns the free parts of a range, as (begin, end), and the extents that overlap it."""
+        free = [
+            (max(begin, offset), min(end, offset + size))
+            for offset, size in zip(self._free_offsets, self._free_sizes, strict=True)
+            if offset < end and begin < offset + size
+        ]
+        used = [
+            extent
+            for extent in self._used.values()
+            if extent.offset < end and begin < extent.offset + aligned(extent.size_bytes)
+        ]
+        return free, used
+
     def statistics(self) -> ArenaStatistics:
         """Returns the usage of the arena."""
         return ArenaStatistics(self._size, self._used_bytes, len(self._used))

@@ -23,6 +23,8 @@ from baton.v1 import kv_transfer_pb2 as pb
 HandoffEvent = pb.LocalHandoffState | pb.LocalSendState
 
 CALL_TIMEOUT_S = 10.0
+# The same for an erasure, which takes about a second for some gigabytes of staging.
+_ERASE_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 5.0
 # Most unread events, one for each handoff; when there are more, the oldest is dropped.
 MAX_UNREAD_EVENTS = 65_536
@@ -246,6 +248,16 @@ class TransferClient:
     def drop(self, handoff_id: bytes) -> None:
         """Drops a handoff to this worker that is not needed (any more), also before its open."""
         self._write(pb.LocalRequest(drop=pb.LocalDrop(handoff_id=handoff_id)))
+
+    async def erase_staging(self) -> None:
+        """Overwrites the bytes of earlier handoffs in staging; returns when no free byte is left.
+
+        The bytes of handoffs that are under way are overwritten when these end.
+
+        Raises:
+            ServiceGone: The service has ended, and its staging with it.
+        """
+        await self._call(pb.LocalRequest(erase=pb.LocalErase()), timeout_s=_ERASE_TIMEOUT_S)
 
     async def stats(self) -> pb.LocalStatistics:
         """Returns the service's statistics. Raises ServiceGone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 from baton.engine.base import Engine
 from baton.runtime.cache_drops import DROP_TIMEOUT_S
@@ -21,10 +22,14 @@ class CacheDrops:
     Args:
         engine: Started engine.
         outbox: Queue for the reports.
+        erase_staging: Overwrites the bytes of earlier handoffs in staging
+            (TransferClient.erase_staging).
     """
 
-    def __init__(self, engine: Engine, outbox: Outbox) -> None:
-        self._engine, self._outbox = engine, outbox
+    def __init__(
+        self, engine: Engine, outbox: Outbox, erase_staging: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._engine, self._outbox, self._erase_staging = engine, outbox, erase_staging
         self._tasks = CommandTasks("drop cache")
 
     def on_command(self, command: cluster_pb2.DropCacheCommand) -> None:
@@ -46,6 +51,7 @@ class CacheDrops:
         try:
             async with asyncio.timeout(DROP_TIMEOUT_S):
                 blocks = await self._engine.drop_cache(salt, only)
+                await self._erase_staging()
             dropped.device_blocks, dropped.host_blocks = blocks.device, blocks.host
             dropped.disk_blocks = blocks.disk
             if blocks.has_files_left:
@@ -53,7 +59,7 @@ class CacheDrops:
                 dropped.failed.CopyFrom(to_message(failed))
         except TimeoutError:
             late = DeadlineExceeded(
-                f"the engine has not deleted the KV blocks within {DROP_TIMEOUT_S:g} s"
+                f"the worker has not deleted the KV blocks within {DROP_TIMEOUT_S:g} s"
             )
             dropped.failed.CopyFrom(to_message(late))
         except Exception as error:

@@ -208,7 +208,7 @@ class Worker:
             runner.take_disk(step)
         profiles = Profiles(engine, outbox)
         stack.push_async_callback(profiles.close)
-        cache_drops = CacheDrops(engine, outbox)
+        cache_drops = CacheDrops(engine, outbox, transfer.erase_staging)
         stack.push_async_callback(cache_drops.close)
         renders = Renders(engine, outbox)
         stack.push_async_callback(renders.close)

@@ -63,6 +63,9 @@ class TransferCore:
         self._connections: set[LocalConnection] = set()
         # Connection and call ID of each open_send that has no reply yet, by handoff ID.
         self._opening: dict[bytes, tuple[LocalConnection, int]] = {}
+        # Connection and call ID of each erase that has no reply yet.
+        self._erasing: list[tuple[LocalConnection, int]] = []
+        self._eraser: asyncio.Handle | None = None
         self._pushers: dict[bytes, Pusher] = {}
         # Every pusher with running tasks, including those that send a farewell frame.
         self._live_pushers: set[Pusher] = set()
@@ -165,6 +168,11 @@ class TransferCore:
             grant, effects = self._receiver.claim(claim.handoff_id, claim.rank, now)
             self._carry_out(effects)
             return pb.LocalReply(claimed=local_replies.part(grant, claim.rank, claim.num_seen))
+        if kind == "erase":
+            self._sender.begin_erasing()
+            self._receiver.begin_erasing()
+            self._erasing.append((connection, request.call_id))
+            return None
         if kind == "stats":
             return pb.LocalReply(statistics=self.statistics())
         if kind == "abort_send":
@@ -382,8 +390,25 @@ class TransferCore:
             if connection.is_main:
                 connection.notify(("send", ended.handoff_id), pb.LocalReply(send=state))
 
+    def _erase(self) -> None:
+        """Overwrites a part of staging; the loop's other work goes on between two parts."""
+        self._eraser = None
+        self._sender.erase()
+        self._receiver.erase()
+        if not (self._sender.must_erase or self._receiver.must_erase):
+            for connection, call_id in self._erasing:
+                if connection in self._connections:
+                    connection.reply(pb.LocalReply(call_id=call_id))
+            self._erasing.clear()
+        self._arm()
+
     def _arm(self) -> None:
-        """Sets the timer to the next deadline; a deadline that moved later costs one wake-up."""
+        """Sets the timer to the next deadline; a deadline that moved later costs one wake-up.
+
+        Freed staging that must be overwritten is overwritten soon.
+        """
+        if self._eraser is None and (self._sender.must_erase or self._receiver.must_erase):
+            self._eraser = self._loop.call_soon(self._erase)
         deadlines = (self._sender.next_deadline(), self._receiver.next_deadline())
         next_deadline = min((each for each in deadlines if each is not None), default=None)
         if self._timer is not None:
@@ -425,3 +450,5 @@ class TransferCore:
         await self._dialer.close()
         if self._timer is not None:
             self._timer.cancel()
+        if self._eraser is not None:
+            self._eraser.cancel()

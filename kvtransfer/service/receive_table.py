@@ -25,6 +25,7 @@ from baton.kvtransfer.receiving import (
     changed,
 )
 from baton.kvtransfer.service.pulls import OutstandingPull, OutstandingPulls
+from baton.kvtransfer.service.staging_eraser import StagingEraser
 from baton.kvtransfer.service.staging_queue import StagingQueue
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -116,6 +117,11 @@ class ReceiveTable:
         yield from self._ended.values()
         for handoff in self.live.values():
             yield changed(handoff)
+
+    @property
+    def eraser(self) -> StagingEraser:
+        """Overwrites the bytes of earlier handoffs."""
+        return self._queue.eraser
 
     def arena_statistics(self) -> ArenaStatistics:
         """Returns the usage of the receiving half of staging."""

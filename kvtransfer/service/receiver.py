@@ -213,6 +213,19 @@ class Receiver:
         """Yields the state of every handoff that is live or remembered."""
         return self._table.known()
 
+    def begin_erasing(self) -> None:
+        """Begins to overwrite the bytes of earlier handoffs in this half of staging."""
+        self._table.eraser.begin()
+
+    def erase(self) -> None:
+        """Overwrites some of these bytes."""
+        self._table.eraser.step(self._memory)
+
+    @property
+    def must_erase(self) -> bool:
+        """Whether `erase` has something to do."""
+        return self._table.eraser.has_work
+
     def arena_statistics(self) -> ArenaStatistics:
         """Returns the usage of the receiving half of staging."""
         return self._table.arena_statistics()

@@ -300,6 +300,19 @@ class Sender:
         """Returns the earliest time at which `expire` may have something to do."""
         return self._table.next_deadline()
 
+    def begin_erasing(self) -> None:
+        """Begins to overwrite the bytes of earlier handoffs in this half of staging."""
+        self._table.queue.eraser.begin()
+
+    def erase(self) -> None:
+        """Overwrites some of these bytes."""
+        self._table.queue.eraser.step(self._memory)
+
+    @property
+    def must_erase(self) -> bool:
+        """Whether `erase` has something to do."""
+        return self._table.queue.eraser.has_work
+
     def arena_statistics(self) -> ArenaStatistics:
         """Returns the usage of the sending half of staging."""
         return self._table.queue.statistics()

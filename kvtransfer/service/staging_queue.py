@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from baton.kvtransfer.arena import Arena, ArenaStatistics, Extent
 from baton.kvtransfer.errors import NoRoom
+from baton.kvtransfer.service.staging_eraser import StagingEraser
 
 
 class StagingQueue:
@@ -16,10 +17,14 @@ class StagingQueue:
 
     Args:
         arena: The arena; this object is its only user.
+
+    Attributes:
+        eraser: Overwrites freed extents when an operator has deleted KV blocks.
     """
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
+        self.eraser = StagingEraser(arena)
         # Bytes that each waiting handoff needs, by handoff ID, in order of arrival.
         self._waiting: OrderedDict[bytes, int] = OrderedDict()
 
@@ -59,6 +64,7 @@ class StagingQueue:
     def free(self, extent: Extent) -> None:
         """Returns an extent to the arena; `admit` may then have work."""
         self._arena.free(extent)
+        self.eraser.freed(extent)
 
     def fits_ever(self, num_bytes: int) -> bool:
         """Returns whether an empty arena has room for this many bytes."""

@@ -185,7 +185,9 @@ class Fuzzer:
         rng = self.rng
         handoff_id = rng.choice([own_id, own_id, b"", rng.randbytes(16)])
         request = pb.LocalRequest(call_id=rng.choice(WORDS))
-        kind = rng.choice(["open", "shrink", "frames", "abort", "claim", "release", "drop", "none"])
+        kind = rng.choice(
+            ["open", "shrink", "frames", "abort", "claim", "release", "drop", "erase", "none"]
+        )
         match kind:
             case "open":
                 target = rng.choice(["", "x", "127.0.0.1:1", "127.0.0.1:99999", "dns:///", "a b:1"])
@@ -219,6 +221,8 @@ class Fuzzer:
             case "release":
                 request.release.handoff_id, request.release.rank = handoff_id, rng.choice(WORDS)
                 request.release.all_ranks = rng.random() < 0.5
+            case "erase":
+                request.erase.SetInParent()
             case "drop":
                 request.drop.handoff_id = handoff_id
         return local_wire.encode(request)

@@ -50,6 +50,38 @@ async def test_bytes_arrive_intact_and_staging_is_empty_after(pair, handoff):
     assert sent.handoffs_committed == received.handoffs_committed == len(handoffs)
 
 
+async def test_no_byte_of_an_ended_handoff_is_left_after_an_erasure(pair, handoff):
+    sender, receiver = pair
+    ended, waiting = handoff(7), handoff(5)
+    for each in (ended, waiting):
+        await each.open(sender, receiver.client.address)
+    for each in (ended, waiting):
+        each.fill(sender)
+        await sender.sent(each.handoff_id)
+        await receiver.received(each.handoff_id, pb.HANDOFF_STATE_COMMITTED)
+    assert ended.load(receiver) == ended.data
+    await sender.empty()
+    # A free place keeps its bytes.
+    block = ended.data[:4096]
+    assert block in bytes(sender.port.memory)
+    assert block in bytes(receiver.port.memory)
+    await asyncio.gather(sender.client.erase_staging(), receiver.client.erase_staging())
+    assert not any(bytes(sender.port.memory))
+    assert block not in bytes(receiver.port.memory)
+    # A handoff that is under way is overwritten when it has ended.
+    assert waiting.load(receiver) == waiting.data
+    await receiver.empty()
+    await receiver.client.erase_staging()
+    assert not any(bytes(receiver.port.memory))
+    # Staging is as good as before.
+    later = handoff(16)
+    await later.open(sender, receiver.client.address)
+    later.fill(sender)
+    await sender.sent(later.handoff_id)
+    await receiver.received(later.handoff_id, pb.HANDOFF_STATE_COMMITTED)
+    assert later.load(receiver) == later.data
+
+
 async def test_handoffs_queue_for_room_and_all_arrive(start, handoff, layout):
     sender, receiver = await asyncio.gather(start(), start(receive_bytes=layout.handoff_bytes(4)))
     handoffs = [handoff(3) for _ in range(4)]

@@ -588,6 +588,7 @@ class LocalRequest(_message.Message):
     STATS_FIELD_NUMBER: _builtins.int
     DESCRIBE_FIELD_NUMBER: _builtins.int
     SHRINK_SEND_FIELD_NUMBER: _builtins.int
+    ERASE_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     """Repeated in the reply; 0 if no reply is wanted."""
     @_builtins.property
@@ -616,6 +617,8 @@ class LocalRequest(_message.Message):
     def describe(self) -> Global___LocalDescribe: ...
     @_builtins.property
     def shrink_send(self) -> Global___LocalShrinkSend: ...
+    @_builtins.property
+    def erase(self) -> Global___LocalErase: ...
     def __init__(
         self,
         *,
@@ -631,12 +634,13 @@ class LocalRequest(_message.Message):
         stats: Global___LocalStats | None = ...,
         describe: Global___LocalDescribe | None = ...,
         shrink_send: Global___LocalShrinkSend | None = ...,
+        erase: Global___LocalErase | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "open_send", b"open_send", "release", b"release", "request", b"request", "shrink_send", b"shrink_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "erase", b"erase", "frames", b"frames", "open_send", b"open_send", "release", b"release", "request", b"request", "shrink_send", b"shrink_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "call_id", b"call_id", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "open_send", b"open_send", "release", b"release", "request", b"request", "shrink_send", b"shrink_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "call_id", b"call_id", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "erase", b"erase", "frames", b"frames", "open_send", b"open_send", "release", b"release", "request", b"request", "shrink_send", b"shrink_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["configure", "open_send", "frames", "abort_send", "subscribe", "claim", "release", "drop", "stats", "describe", "shrink_send"]  # noqa: Y015
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["configure", "open_send", "frames", "abort_send", "subscribe", "claim", "release", "drop", "stats", "describe", "shrink_send", "erase"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
 
@@ -1222,6 +1226,26 @@ class LocalDrop(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LocalDrop: _TypeAlias = LocalDrop  # noqa: Y015
+
+@_typing.final
+class LocalErase(_message.Message):
+    """From the main process, when KV blocks were deleted: overwrite the bytes of earlier handoffs in
+    staging. The reply comes when all free bytes are overwritten; those of handoffs that are under way
+    are overwritten when these end.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocalErase: _TypeAlias = LocalErase  # noqa: Y015
 
 @_typing.final
 class LocalStats(_message.Message):
