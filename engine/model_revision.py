@@ -82,9 +82,9 @@ def computation(model: Any) -> str:
     """Returns the settings by which an engine makes another KV cache of the same model and tokens.
 
     They are: quantization while the weights are loaded, the type of activations, and how images are
-    prepared. Vllm's keys of blocks name an image by its own bytes. Files that outlive an engine
-    must tell these settings apart. The workers of a cell may differ in them on purpose, so they are
-    no part of a revision.
+    prepared. The keys that vLLM makes of blocks name an image by its own bytes, so files that
+    outlive an engine must tell these settings apart. The workers of a cell may differ in them on
+    purpose, so they are no part of a revision.
 
     Args:
         model: vLLM's ModelConfig.

@@ -95,7 +95,7 @@ def test_other_rope_parameters_are_another_model(
 def test_files_of_images_that_were_prepared_otherwise_are_not_used(
     made: dict[str, Any], tmp_path: Path, what: str
 ) -> None:
-    """Vllm's keys of blocks name an image by its own bytes."""
+    """The keys that vLLM makes of blocks name an image by its own bytes."""
     other = made[f"images, other {what}"]
     # Such workers may serve in one cell: a handoff has the reader's images.
     assert other["revision"] == made["images"]["revision"]
