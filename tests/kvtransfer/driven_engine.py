@@ -118,7 +118,8 @@ class DrivenEngine:
 
     Args:
         is_calm: No bytes are altered, no lease expires, and no cancel comes between a step's
-            schedule and its work in the ranks. Then no load may fail.
+            schedule and its work in the ranks, nor while a request waits for its load: a rank that
+            copies other loads first has not claimed the handoff yet. Then no load may fail.
         verifies_late: As on GPUs: the model is launched before the loads are verified, and
             loads that requests wait for are copied beside the steps. Otherwise each step copies
             a part of them.
@@ -406,7 +407,9 @@ class DrivenEngine:
     def happen(self, events):
         for what, coming in events:
             if what == "drop":
-                self.drop(coming)
+                is_loading = coming.request in [*self.loading, *self.ending]
+                if not (self.is_calm and is_loading):
+                    self.drop(coming)
             elif what == "deliver":
                 self.deliver(coming, 1000)
             else:
