@@ -42,9 +42,8 @@ _LOOKUP_AGAIN_S, _MAX_LOOKUPS = 1.0, 8
 _SHARE_BESIDE_LOADS = 0.5
 # More blocks than any cache has.
 _NO_LIMIT = 2**62
-# Statuses of waiting requests that compute their prompt next, and of all that hold no blocks.
+# Statuses of waiting requests that compute their prompt next.
 _COMPUTES_PROMPT = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-_HOLDS_NO_BLOCKS = (*_COMPUTES_PROMPT, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +82,8 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         self.waiting = FCFSRequestQueue()
         # Largest number of tokens of each prompt in the next step; prompts not in it have no limit.
         self._most: dict[str, int] = {}
+        # Prompts with tokens in the latest plan to which vLLM gave none: they wait for blocks.
+        self._stalled: frozenset[str] = frozenset()
         # Number of tokens of each waiting prompt in the prefix cache and, after those, in host
         # memory, and when they were looked up.
         self._cached: dict[str, tuple[int, float]] = {}
@@ -103,6 +104,10 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         finally:
             self.max_num_scheduled_tokens = self._most_tokens
             self.waiting.extend(held)
+        # All loaded requests had tokens in the plan.
+        self._stalled = frozenset(
+            one.request_id for one in self.kv_holding_waiting if self._is_loaded(one)
+        )
         # The time of a warm-up step says nothing: it includes compilation.
         work = None if self._warms_up else self.connector.latest_step_work()
         self.planner.made(output, work)
@@ -156,16 +161,20 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         """
         now, model, self._num_lookups = time.time(), self.planner.model, 0
         decodes = [one for one in self.running if not _is_prompt(one)]
-        # Prompts that have just been loaded hold blocks, as running ones do.
-        loaded = [
-            one
-            for one in self.kv_holding_waiting
-            if one.request_id in self.finished_recving_kv_req_ids
-        ]
+        # Prompts that have been loaded hold blocks, as running ones do.
+        loaded = [one for one in self.kv_holding_waiting if self._is_loaded(one)]
         begun = [*(one for one in self.running if _is_prompt(one)), *loaded]
         chunks = [self._candidate(one, now, model) for one in begun]
         arrivals, awaiting, blocked, held = self._divide_waiting(now, model)
-        prompts = sorted([*chunks, *arrivals], key=_rank)
+        # A stalled prompt gets one token until it progresses. With more, it would take the time of
+        # prompts that can progress, and that may hold the blocks that it waits for.
+        stalled = [
+            one.request for one in (*chunks, *arrivals) if one.request.request_id in self._stalled
+        ]
+        prompts = sorted(
+            (one for one in (*chunks, *arrivals) if one.request.request_id not in self._stalled),
+            key=_rank,
+        )
         waiting = [one for one in (*awaiting, *held) if self._awaits_handoff(one)]
         coming = [
             one
@@ -181,7 +190,8 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         # vLLM asks requests for their handoff only while tokens are left in the step.
         per_request = 1 + self.num_spec_tokens
         room = max(0, self._most_tokens - streams.num_tokens)
-        reserve = min(room // 2 if prompts else room, per_request * len(awaiting))
+        one_token = [*awaiting, *stalled]
+        reserve = min(room // 2 if prompts else room, per_request * len(one_token))
         grants = self.planner.tokens(
             streams,
             [one.prompt for one in prompts],
@@ -193,14 +203,18 @@ class BatonScheduler(TableLoadFailures, Scheduler):
             one.request.request_id: grant for one, grant in zip(prompts, grants, strict=True)
         }
         # vLLM starts nothing after a loaded prompt that gets no token.
-        granted |= {one.request_id: max(1, granted[one.request_id]) for one in loaded}
+        granted |= {
+            one.request_id: max(1, granted[one.request_id])
+            for one in loaded
+            if one.request_id in granted
+        }
         # In place: vLLM keeps references to this list.
         is_loaded = set(loaded)
         ordered = [one.request for one in sorted(chunks, key=_rank)]
         self.running[:] = [*decodes, *(one for one in ordered if one not in is_loaded)]
-        self._order_waiting(arrivals, awaiting, blocked, granted)
-        self._most = granted | {one.request_id: per_request for one in awaiting}
+        self._most = granted | {one.request_id: per_request for one in one_token}
         self._most |= {one.request_id: 0 for one in blocked}
+        self._order_waiting(arrivals, awaiting, blocked)
         # vLLM pads a prompt's last token to 1 + drafts, and starts nothing with less than that.
         num_granted = sum(max(per_request, grant) for grant in granted.values() if grant)
         total: int = streams.num_tokens + num_granted + reserve
@@ -234,8 +248,8 @@ class BatonScheduler(TableLoadFailures, Scheduler):
 
     def _candidate(self, request: Request, now: float, model: LatencyModel) -> _Candidate:
         num_done = request.num_computed_tokens
-        # A prompt that was loaded waits, and holds its blocks.
-        running = request.status not in _HOLDS_NO_BLOCKS
+        # A prompt that was loaded holds blocks before it runs.
+        running = num_done > 0
         if not running:
             num_done = self._num_cached(request, now)
         # A stream that was preempted is not late: its first token is out.
@@ -305,13 +319,23 @@ class BatonScheduler(TableLoadFailures, Scheduler):
     def _awaits_handoff(self, request: Request) -> bool:
         return bool(self.connector.awaits_handoff(request.request_id))
 
+    def _is_loaded(self, request: Request) -> bool:
+        """Whether a request of `kv_holding_waiting` has loaded its blocks.
+
+        vLLM takes it from `finished_recving_kv_req_ids` when it first tries to start it, also if
+        the request then has to wait, for example because the cache is full.
+        """
+        return (
+            request.request_id in self.finished_recving_kv_req_ids
+            or request.status in _COMPUTES_PROMPT
+        )
+
     def _loads_handoff(self, request: Request) -> bool:
         """Whether the ranks copy a request's handoff in the next step, if its streams have time."""
-        name = request.request_id
         if request in self.kv_holding_waiting:
-            return name not in self.finished_recving_kv_req_ids
+            return not self._is_loaded(request)
         num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        return not self.connector.is_on_its_way(name) and (
+        return not self.connector.is_on_its_way(request.request_id) and (
             self._num_blocks(request.num_tokens) <= num_free
         )
 
@@ -369,11 +393,10 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         arrivals: list[_Candidate],
         awaiting: list[Request],
         blocked: list[Request],
-        granted: dict[str, int],
     ) -> None:
         """Orders the waiting requests; vLLM starts none after the first that gets no token."""
-        starts = [one.request for one in arrivals if granted[one.request.request_id]]
-        rest = [one.request for one in arrivals if not granted[one.request.request_id]]
+        starts = [one.request for one in arrivals if self._most[one.request.request_id]]
+        rest = [one.request for one in arrivals if not self._most[one.request.request_id]]
         # An awaiting request computes one token, so it goes before the prompts of its lane.
         ordered = sorted([*awaiting, *starts], key=lambda one: one.priority)
         self.waiting.clear()

@@ -49,7 +49,7 @@ def handoff_id(number: int) -> bytes:
 
 
 class ManyHandoffs(Port):
-    """A transfer service that commits `coming` when the test says so."""
+    """A transfer service that commits `coming`, with two blocks each, when the test says so."""
 
     coming: tuple[bytes, ...] = ()
 
@@ -60,7 +60,10 @@ class ManyHandoffs(Port):
     def poll(self) -> list[kv_transfer_pb2.LocalHandoffState]:
         found, ManyHandoffs.coming = ManyHandoffs.coming, ()
         state = kv_transfer_pb2.HANDOFF_STATE_COMMITTED
-        return [kv_transfer_pb2.LocalHandoffState(handoff_id=one, state=state) for one in found]
+        return [
+            kv_transfer_pb2.LocalHandoffState(handoff_id=one, state=state, num_tokens=2 * BLOCK)
+            for one in found
+        ]
 
 
 def requests(seed: int) -> list[tuple[int, str, list[int], int, int, dict[str, Any] | None]]:
@@ -202,6 +205,43 @@ def handoff_beside_a_prompt() -> list[int]:
         found.append(engine.step()["long"])
     found.append(engine.step()["long"])
     return found
+
+
+def handoff_in_a_full_cache(targets: StepTargets | None) -> int:
+    """Steps until a loaded request starts; the streams took the last block before its load ended.
+
+    One of the streams ends soon and leaves enough blocks, the other one much later.
+    """
+    vllm_connector.EnginePort = Port  # type: ignore[misc,assignment]
+    engine = Engine(6, asynchronous=False, targets=targets)
+    engine.add("long", range(15), URGENT, 40)
+    engine.add("short", range(100, 120), URGENT, 8)
+    engine.step()
+    prompt = range(1000, 1000 + 2 * BLOCK + 1)
+    engine.add("loads", prompt, URGENT, 4, receive(HANDOFF, 2 * BLOCK))
+    num_steps = 1
+    while "loads" not in engine.step():
+        num_steps += 1
+    return num_steps
+
+
+def prompt_beside_a_loaded_one() -> dict[str, Any]:
+    """A stream and a prompt take both places before a shorter prompt has loaded its beginning."""
+    vllm_connector.EnginePort = ManyHandoffs  # type: ignore[misc,assignment]
+    engine = Engine(60, asynchronous=False, targets=TARGETS["floor"], max_num_seqs=2)
+    engine.add("stream", range(5), URGENT, 60)
+    engine.step()
+    order = ReceiveHandoff(HANDOFF, 2 * BLOCK, 60.0, is_fetch=True)
+    prompt = range(1000, 1000 + 2 * BLOCK + 100)
+    engine.add("fetched", prompt, URGENT, 1, encode(receive=order))
+    engine.step()
+    engine.add("long", range(2000, 2240), URGENT, 1)
+    ManyHandoffs.coming = (HANDOFF,)
+    steps = [engine.step()]
+    num_loaded = len(engine.scheduler.finished_recving_kv_req_ids)
+    while engine.scheduler.has_unfinished_requests() and len(steps) < 500:
+        steps.append(engine.step())
+    return {"num_loaded": num_loaded, "steps": steps, "ended": engine.ended}
 
 
 def short_beside_long() -> dict[str, Any]:
@@ -411,6 +451,10 @@ def main(num_seeds: int) -> dict[str, Any]:
         "handoffs at the floor": handoffs_at_the_floor(),
         "handoff under way": handoff_under_way(),
         "handoff beside a prompt": handoff_beside_a_prompt(),
+        "handoff in a full cache": [
+            handoff_in_a_full_cache(targets) for targets in (None, TARGETS["normal"])
+        ],
+        "prompt beside a loaded one": prompt_beside_a_loaded_one(),
     }
 
 

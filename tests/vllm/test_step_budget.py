@@ -79,6 +79,22 @@ def test_steps_are_short_from_the_arrival_of_a_stream_whose_handoff_is_not_loade
     assert max(meanwhile) <= 16 < 2 * 16 < min(before, after)
 
 
+def test_a_loaded_request_starts_as_soon_as_the_cache_has_room(made: dict[str, Any]) -> None:
+    """vLLM tries to start it once before, while the cache is full; another stream runs on."""
+    by_vllm, by_baton = made["handoff in a full cache"]
+    assert by_baton == by_vllm < 20
+
+
+def test_a_prompt_progresses_beside_a_loaded_one_that_has_no_place(made: dict[str, Any]) -> None:
+    """The loaded one is shorter and older, so it would get all prompt tokens of each step."""
+    case = made["prompt beside a loaded one"]
+    assert case["num_loaded"] == 1
+    first = next(number for number, step in enumerate(case["steps"]) if "fetched" in step)
+    # It loses one step: the one in which vLLM first declines the loaded prompt.
+    assert sum("long" in step for step in case["steps"][:first]) == first - 1
+    assert set(case["ended"]) == {"stream", "long", "fetched"}
+
+
 def test_a_prompt_starts_whole_in_the_step_in_which_it_has_its_grammar(
     made: dict[str, Any],
 ) -> None:
