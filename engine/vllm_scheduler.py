@@ -4,8 +4,8 @@ vLLM's own scheduler gives the tokens of a step to its running requests in the o
 to waiting requests, up to a fixed number. A long prompt then delays all streams by a whole step,
 and a short prompt waits until the long one is computed. The classes here decide before each step
 how many tokens each prompt gets (engine/step_planner.py, runtime/step_budget.py). They impose this
-on vLLM by the order of `running` and of `waiting`, by `max_num_scheduled_tokens`, and by two hooks
-that bound the tokens of a single prompt. vLLM still does everything else in the step: blocks,
+on vLLM by the order of `running` and of `waiting`, by `max_num_scheduled_tokens`, and by hooks that
+bound the tokens of a single prompt. vLLM still does everything else in the step: blocks,
 preemption, the prefix cache, handoffs and speculation. At start, engine/vllm_step_budget.py checks
 that vLLM has the names used here.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,8 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         self.waiting = FCFSRequestQueue()
         # Largest number of tokens of each prompt in the next step; prompts not in it have no limit.
         self._most: dict[str, int] = {}
-        # Prompts with tokens in the latest plan to which vLLM gave none: they wait for blocks.
+        # Prompts with tokens in the latest plan to which vLLM gave none: they wait for blocks, or
+        # for room in the encoder cache, which holds images.
         self._stalled: frozenset[str] = frozenset()
         # Number of tokens of each waiting prompt in the prefix cache and, after those, in host
         # memory, and when they were looked up.
@@ -104,10 +105,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         finally:
             self.max_num_scheduled_tokens = self._most_tokens
             self.waiting.extend(held)
-        # All loaded requests had tokens in the plan.
-        self._stalled = frozenset(
-            one.request_id for one in self.kv_holding_waiting if self._is_loaded(one)
-        )
+        self._stalled = self._found_stalled(output.num_scheduled_tokens)
         # The time of a warm-up step says nothing: it includes compilation.
         work = None if self._warms_up else self.connector.latest_step_work()
         self.planner.made(output, work)
@@ -135,6 +133,15 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         finally:
             self.max_num_scheduled_tokens = planned
         return int(found)
+
+    def _try_schedule_encoder_inputs(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int, *args: Any, **kw: Any
+    ) -> Any:
+        # Images behind the chunk must not take room in the encoder cache yet.
+        num_new_tokens = self._bound_chunk(request, num_new_tokens)
+        return super()._try_schedule_encoder_inputs(
+            request, num_computed_tokens, num_new_tokens, *args, **kw
+        )
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -167,7 +174,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         chunks = [self._candidate(one, now, model) for one in begun]
         arrivals, awaiting, blocked, held = self._divide_waiting(now, model)
         # A stalled prompt gets one token until it progresses. With more, it would take the time of
-        # prompts that can progress, and that may hold the blocks that it waits for.
+        # prompts that can progress, and that may hold what it waits for.
         stalled = [
             one.request for one in (*chunks, *arrivals) if one.request.request_id in self._stalled
         ]
@@ -280,6 +287,17 @@ class BatonScheduler(TableLoadFailures, Scheduler):
             num_cached += self.connector.num_stored_tokens(request, num_cached)
             self._cached[request.request_id] = (num_cached, now)
         return int(num_cached)
+
+    def _found_stalled(self, num_scheduled_tokens: Mapping[str, int]) -> frozenset[str]:
+        """Prompts that wait for blocks or for the encoder cache after a step was made."""
+        # All loaded requests had tokens in the plan.
+        loaded = {one.request_id for one in self.kv_holding_waiting if self._is_loaded(one)}
+        have_images = {
+            name
+            for name, most in self._most.items()
+            if most and name not in num_scheduled_tokens and self.requests[name].has_encoder_inputs
+        }
+        return frozenset(loaded | have_images)
 
     def _divide_waiting(
         self, now: float, model: LatencyModel

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -156,12 +157,26 @@ class Engine:
         priority: int,
         max_tokens: int,
         transfer: dict[str, Any] | None = None,
+        images: Sequence[range] = (),
     ) -> None:
+        """Adds a request; `images` are the prompt tokens that stand for images."""
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         sampling.extra_args = {"kv_transfer_params": transfer}
         hasher = get_request_block_hasher(BLOCK, sha256)
+        features = [
+            MultiModalFeatureSpec(
+                None, "image", f"{name} {one.start}", PlaceholderRange(one.start, len(one))
+            )
+            for one in images
+        ]
         request = Request(
-            name, list(prompt), sampling, None, priority=priority, block_hasher=hasher
+            name,
+            list(prompt),
+            sampling,
+            None,
+            priority=priority,
+            block_hasher=hasher,
+            mm_features=features,
         )
         self.tokens[name], self.reported[name] = list(prompt), []
         self.scheduler.add_request(request)

@@ -17,6 +17,7 @@ import vllm
 from scheduling_program import BLOCK, HANDOFF, LATE, PRIOR, URGENT, Engine, Port
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
@@ -244,6 +245,49 @@ def prompt_beside_a_loaded_one() -> dict[str, Any]:
     return {"num_loaded": num_loaded, "steps": steps, "ended": engine.ended}
 
 
+def engine_with_images(targets: StepTargets) -> Engine:
+    """An engine that holds the embeddings of 100 image tokens."""
+    engine = Engine(60, asynchronous=False, targets=targets)
+    engine.scheduler.encoder_cache_manager = EncoderCacheManager(100)
+    engine.scheduler.max_num_encoder_input_tokens = 100
+    return engine
+
+
+def images_in_two_lanes() -> dict[str, Any]:
+    """A batch prompt stands inside its image; the next prompts get to images without room."""
+    engine = engine_with_images(TARGETS["normal"])
+    engine.add("batch", range(1000, 1200), LATE, 1, images=[range(70, 150)])
+    before = [engine.step() for _ in range(2)]
+    engine.add("running", range(2000, 2150), URGENT, 1, images=[range(30, 110)])
+    engine.add("waiting", range(3000, 3150), URGENT, 1, images=[range(80)])
+    steps = []
+    while engine.scheduler.has_unfinished_requests() and len(steps) < 200:
+        steps.append(engine.step())
+    return {"before": before, "steps": steps, "ended": engine.ended}
+
+
+def image_behind_a_chunk() -> list[dict[str, Any]]:
+    """Each step of a prompt beside an older one, which gets a tenth of the step.
+
+    Returns:
+        Computed tokens of the prompt, and image tokens in the encoder cache, after each step. The
+        first 116 tokens are text, and the next 6 are an image.
+    """
+    engine = engine_with_images(TARGETS["normal"])
+    engine.add("older", range(1000, 1240), URGENT, 1)
+    engine.step()
+    engine.add("images", range(2000, 2130), URGENT, 1, images=[range(116, 122)])
+    prompt = engine.scheduler.requests["images"]
+    # Steps without a model take no time, so waiting would count for too much.
+    prompt.arrival_time = engine.scheduler.requests["older"].arrival_time + 1e-6
+    steps = []
+    while not engine.ended.get("images"):
+        engine.step()
+        num_cached = 100 - engine.scheduler.encoder_cache_manager.num_free_slots
+        steps.append({"computed": prompt.num_computed_tokens, "cached": num_cached})
+    return steps
+
+
 def short_beside_long() -> dict[str, Any]:
     """A short prompt comes while a long one is computed beside a stream."""
     engine = Engine(60, asynchronous=False, targets=TARGETS["normal"])
@@ -455,6 +499,8 @@ def main(num_seeds: int) -> dict[str, Any]:
             handoff_in_a_full_cache(targets) for targets in (None, TARGETS["normal"])
         ],
         "prompt beside a loaded one": prompt_beside_a_loaded_one(),
+        "images in two lanes": images_in_two_lanes(),
+        "image behind a chunk": image_behind_a_chunk(),
     }
 
 

@@ -95,6 +95,26 @@ def test_a_prompt_progresses_beside_a_loaded_one_that_has_no_place(made: dict[st
     assert set(case["ended"]) == {"stream", "long", "fetched"}
 
 
+def test_prompts_that_wait_for_the_encoder_cache_leave_their_tokens_to_its_holder(
+    made: dict[str, Any],
+) -> None:
+    """The holder is a batch prompt: interactive prompts would get all tokens of each step."""
+    case = made["images in two lanes"]
+    assert case["before"] == [{"batch": 64}, {"batch": 64}]
+    assert case["steps"].count({}) == 1
+    assert set(case["ended"]) == {"batch", "running", "waiting"}
+
+
+def test_an_image_is_encoded_in_the_step_that_computes_its_first_token(
+    made: dict[str, Any],
+) -> None:
+    assert made["image behind a chunk"] == [
+        {"computed": 58, "cached": 0},
+        {"computed": 116, "cached": 0},
+        {"computed": 130, "cached": 6},
+    ]
+
+
 def test_a_prompt_starts_whole_in_the_step_in_which_it_has_its_grammar(
     made: dict[str, Any],
 ) -> None:
