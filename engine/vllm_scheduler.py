@@ -241,7 +241,10 @@ class BatonScheduler(TableLoadFailures, Scheduler):
             num_kv_tokens += request.num_computed_tokens + 1
             # Batch streams have no ITL target.
             if request.priority <= 0:
-                num_outputs = request.num_output_tokens + pending
+                # A step under way has a placeholder for each draft too, and the model may reject
+                # all drafts. So count one token per step.
+                num_steps = -(-pending // (1 + self.num_spec_tokens))
+                num_outputs = request.num_output_tokens + num_steps
                 waited_s = 0.0
                 if not num_outputs and _is_handed_over(request):
                     # The prefill worker made the first token just before this request arrived.

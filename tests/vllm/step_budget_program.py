@@ -35,6 +35,7 @@ NUM_BLOCKS = 14
 # Targets that leave room for prompts, and targets that leave none, so that each step has the least
 # number of prompt tokens.
 TARGETS = {"normal": StepTargets(0.05, 0.06, 0.2), "floor": StepTargets(1e-6, 1e-6, 1e-6)}
+SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 # More steps than any run needs, and more empty steps in a row than any wait for a block takes.
 _MAX_STEPS, _MAX_EMPTY = 5000, 50
 
@@ -436,6 +437,24 @@ def own_itl_target() -> dict[str, Any]:
     return found
 
 
+def counted_outputs() -> list[int]:
+    """Output tokens of a stream, as counted for each of three steps; each next one has drafts.
+
+    The first step has ended when the third one is made; the second one is still under way.
+    """
+    engine = Engine(
+        60, asynchronous=True, targets=TARGETS["normal"], speculative_config=SPECULATION
+    )
+    planner = engine.scheduler.planner
+    engine.add("stream", range(5), URGENT, 100)
+    engine.schedule()
+    with mock.patch.object(planner, "pace", wraps=planner.pace) as pace:
+        engine.schedule()
+        engine.take_output()
+        engine.schedule()
+    return [call.args[1] for call in pace.call_args_list]
+
+
 def another_vllm() -> dict[str, Any]:
     """Starts a vLLM that lacks two names."""
     scheduling = SimpleNamespace(scheduler_cls=None, enable_chunked_prefill=True)
@@ -475,11 +494,7 @@ def main(num_seeds: int) -> dict[str, Any]:
             max(1, num_seeds // 3),
             # The model of this engine does not know which drafts a step under way assumes.
             (False,),
-            speculative_config={
-                "method": "ngram",
-                "num_speculative_tokens": 3,
-                "prompt_lookup_max": 2,
-            },
+            speculative_config=SPECULATION,
         ),
         "another vLLM": another_vllm(),
         "whole prompts": whole_prompts(),
@@ -491,6 +506,7 @@ def main(num_seeds: int) -> dict[str, Any]:
         "recurrent states": recurrent_states(),
         "wide block": wide_block(),
         "preempted stream": preempted_stream(),
+        "counted outputs": counted_outputs(),
         "own ITL target": own_itl_target(),
         "handoffs at the floor": handoffs_at_the_floor(),
         "handoff under way": handoff_under_way(),

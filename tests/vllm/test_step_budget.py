@@ -151,6 +151,11 @@ def test_a_step_keeps_the_itl_target_that_a_request_named(made: dict[str, Any]) 
     assert made["own ITL target"]["tiny"] <= 16 < 2 * 16 < made["own ITL target"]["none"]
 
 
+def test_drafts_of_a_step_under_way_do_not_count_as_tokens(made: dict[str, Any]) -> None:
+    """With them, the stream would seem to be ahead of its ITL target."""
+    assert made["counted outputs"] == [1, 2]
+
+
 def test_handoffs_start_although_prompts_use_up_each_step(made: dict[str, Any]) -> None:
     case = made["handoffs at the floor"]
     assert case["num_started"] == 32
