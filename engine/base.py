@@ -95,6 +95,17 @@ class EngineRequest:
     chat: inference_pb2.ChatPrompt | None = None
 
     @property
+    def returns_prompt_logprobs(self) -> bool:
+        """Whether the engine returns prompt log probabilities, and so computes the whole prompt.
+
+        If another worker has computed the whole prompt, that worker has returned them. A request
+        with known tokens and without such a handoff returns them: the worker that returned the
+        tokens may have been lost before the request's end.
+        """
+        has_handoff = self.receive is not None and not self.receive.is_fetch
+        return self.sampling.HasField("prompt_logprobs") and not has_handoff
+
+    @property
     def num_needed_tokens(self) -> int:
         """Prompt tokens, from the first, whose KV cache the engine cannot compute itself."""
         return end_of_images(self.images) if self.chat is None else 0
@@ -135,8 +146,8 @@ class EngineOutput:
             requested.
         finish: Why the request ended; None while it continues.
         stop: The stop string that matched, or the decimal ID of the stop token.
-        prompt_logprobs: Sent with the output that finishes or cuts the request; empty unless
-            requested.
+        prompt_logprobs: Only in the first output: for each prompt token its candidates, the token
+            itself first, and none for the first token. Empty unless the request returns them.
         timings: Only in the first output: durations of the request's stages since its submission.
             The engine leaves the numbers of tokens in this message unset.
         num_cached_tokens: Only in the first output: prompt tokens from this engine's prefix cache.

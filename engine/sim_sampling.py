@@ -43,11 +43,11 @@ class Sampler:
         )
 
     def prompt_logprobs(self, live: LiveRequest) -> Sequence[Sequence[Logprob]]:
-        """Returns the prompt's log probabilities if requested; none for a continued request."""
+        """Returns the prompt's log probabilities if the request returns them."""
+        if not live.request.returns_prompt_logprobs:
+            return ()
         prompt = live.request.prompt_token_ids
-        rest = self._logprobs(prompt[1:], live.request.sampling, "prompt_logprobs")
-        wanted = live.request.sampling.HasField("prompt_logprobs")
-        return [(), *rest] if wanted and not live.request.known_token_ids else ()
+        return [(), *self._logprobs(prompt[1:], live.request.sampling, "prompt_logprobs")]
 
     def _end(self, live: LiveRequest, token: int) -> tuple[Finish | None, str]:
         """Adds a token's text and checks whether it ends the request.

@@ -473,10 +473,7 @@ class Scheduler:
         """Hashes of the blocks that a request may take from the prefix cache."""
         size = self.caching_block_tokens
         # As in vLLM, a request for prompt logprobs computes its whole prompt.
-        reads = request.request.known_token_ids or not request.request.sampling.HasField(
-            "prompt_logprobs"
-        )
-        if not size or not reads:
+        if not size or request.request.returns_prompt_logprobs:
             return array("Q")
         # The last token is always computed, because the next token is sampled from its logits.
         return request.block_hashes(len(request.tokens) - 1, size)

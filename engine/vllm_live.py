@@ -9,7 +9,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.outputs import RequestOutput
 from vllm.v1.metrics.stats import PrefillStats
 
-from baton.engine.base import EngineOutput, EngineRequest, Finish
+from baton.engine.base import EngineOutput, EngineRequest, Finish, Logprob
 from baton.engine.vllm_request import logprobs
 from baton.v1 import cluster_pb2
 
@@ -31,6 +31,8 @@ class LiveRequest:
         prefill_stats: vLLM's statistics of the prompt.
         num_host_tokens: Prompt tokens loaded from host memory.
         num_disk_tokens: Prompt tokens loaded from disk, through host memory.
+        prompt_logprobs: Rows that vLLM has reported and the reader does not have: vLLM reports them
+            with its first token, which the reader may know.
         reported: True once an output was returned.
         cut: True if the first token is out and another worker continues the request.
         retried: True if the request was run again after a failed load.
@@ -47,6 +49,7 @@ class LiveRequest:
     prefill_stats: PrefillStats | None = None
     num_host_tokens: int = 0
     num_disk_tokens: int = 0
+    prompt_logprobs: Sequence[Sequence[Logprob]] = ()
     reported: bool = False
     cut: bool = False
     retried: bool = False
@@ -80,6 +83,10 @@ class LiveRequest:
             timestamp: End of the step, by time.monotonic.
         """
         completion = made.outputs[0]
+        if made.prompt_logprobs:
+            # Known tokens that vLLM computes with the prompt have rows too.
+            num_rows = len(self.request.prompt_token_ids)
+            self.prompt_logprobs = logprobs(made.prompt_logprobs[:num_rows])
         token_ids = list(completion.token_ids)
         num_known = min(self.num_known_tokens, len(token_ids))
         self.num_known_tokens -= num_known
@@ -116,6 +123,5 @@ class LiveRequest:
                 num_stored = self.num_host_tokens + self.num_disk_tokens
                 num_external = stats.num_external_cached_tokens
                 output.num_handoff_tokens = max(0, num_external - num_stored)
-            if made.prompt_logprobs:
-                output.prompt_logprobs = logprobs(made.prompt_logprobs)
+            output.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, ()
         return output

@@ -64,10 +64,10 @@ def engine_core_requests(
     if request.prefill_only:
         params.max_tokens, params.min_tokens = 1, min(params.min_tokens, 1)
     elif num_known:
-        # The prefill worker has returned prompt logprobs; requesting them would turn prefix caching
-        # off.
-        sampling.prompt_logprobs = params.prompt_logprobs = None
-        params.skip_reading_prefix_cache = False
+        if not request.returns_prompt_logprobs:
+            # Requesting them would turn prefix caching off.
+            sampling.prompt_logprobs = params.prompt_logprobs = None
+            params.skip_reading_prefix_cache = False
         if num_known >= params.max_tokens:
             raise ValueError(f"all {params.max_tokens} tokens are known already")
         if needs_exact_state(request.sampling):

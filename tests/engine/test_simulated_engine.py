@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from baton.engine.base import EngineDead, EngineOutput, EngineRequest, Finish, R
 from baton.engine.sim_blocks import BlockPool
 from baton.engine.sim_tokens import TokenChain, Vocabulary, expected_tokens
 from baton.engine.simulated import SimulatedEngine
+from baton.kvtransfer.handoff_orders import ReceiveHandoff
 from baton.runtime import demo_model
 from baton.runtime.config import SimulatedAnswer, SimulatedConfig
 from baton.runtime.latency import LatencyModel, PrefillChunk
@@ -274,9 +276,28 @@ async def test_logprobs_name_the_chosen_token_first(engine: SimulatedEngine) -> 
     rows = [row for output in found["a"].outputs for row in output.logprobs]
     assert [row[0].token_id for row in rows] == found["a"].tokens
     assert [len(row) for row in rows] == [3, 3]
-    found = await answers(engine, request("b", [4, 5, 6], max_tokens=2, prompt_logprobs=0))
-    rows = [row for output in found["b"].outputs for row in output.prompt_logprobs]
+
+
+@pytest.mark.parametrize("known", [(), (7, 8)])
+async def test_prompt_logprobs_come_with_the_first_output(
+    engine: SimulatedEngine, known: tuple[int, ...]
+) -> None:
+    """A request that continues returns them too: it may have lost the worker that had them."""
+    asked = request("a", [4, 5, 6], known=known, max_tokens=4, prompt_logprobs=0)
+    first, *later = (await answers(engine, asked))["a"].outputs
+    rows = first.prompt_logprobs
     assert [[entry.token_id for entry in row] for row in rows] == [[], [5], [6]]
+    assert not any(output.prompt_logprobs for output in later)
+
+
+def test_the_worker_of_a_handoff_does_not_return_prompt_logprobs_again() -> None:
+    asked = request("a", [4, 5, 6], known=(7,), prompt_logprobs=0)
+    whole, fetched = (
+        dataclasses.replace(asked, receive=ReceiveHandoff(bytes(16), 3, 60.0, is_fetch=is_fetch))
+        for is_fetch in (False, True)
+    )
+    assert not whole.returns_prompt_logprobs
+    assert fetched.returns_prompt_logprobs
 
 
 async def test_without_room_requests_are_preempted_and_still_right(

@@ -42,6 +42,35 @@ async def recovered(prefill: Side, decode: Side, case: cases.Case) -> dict[str, 
     return {"name": case["name"], "token_ids": known, "num_loaded": num_loaded}
 
 
+async def continued(one: Side) -> dict[str, list[Any]]:
+    """Asks for a prompt's log probabilities: in one run, and in one with three known tokens.
+
+    Returns:
+        For greedy and for seeded sampling the two runs; each has all tokens, and for each prompt
+        token its candidates and their log probabilities.
+    """
+    found: dict[str, list[Any]] = {}
+    prompt = cases.prompt(cases.CHUNK + 40, 601)
+    for name, more in (("greedy", {"temperature": 0.0}), ("seeded", {"seed": 7})):
+        sampling = common_pb2.SamplingParams(
+            max_tokens=8, ignore_eos=True, prompt_logprobs=2, **more
+        )
+        runs: list[Any] = []
+        known: list[int] = []
+        for number in range(2):
+            request = EngineRequest(
+                f"continued-{name}-{number}", prompt, sampling, known_token_ids=known
+            )
+            tokens, first = await one.finish(request)
+            rows = [
+                [(each.token_id, each.logprob) for each in row] for row in first.prompt_logprobs
+            ]
+            runs.append([[*known, *tokens], rows])
+            known = tokens[:3]
+        found[name] = runs
+    return found
+
+
 async def _begun(
     prefill: Side, decode: Side, case: cases.Case, known: Sequence[int], name: str
 ) -> EngineRequest:

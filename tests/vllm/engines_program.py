@@ -24,6 +24,7 @@ from engine_handoffs import (
     side,
 )
 from engine_host_tier import ask, host_tier
+from engine_recoveries import continued
 from engine_wrong_requests import wrong_requests
 from forked_engines import fork_engines, has_started
 
@@ -77,6 +78,7 @@ async def run(model: str, ranks: int, given: dict[str, Any]) -> dict[str, Any]:
         made["host tier"] = await host_tier(prefill, decode)
         made["fetches"] = await fetches(prefill, decode, directory)
         made["wrong requests"] = await wrong_requests(prefill)
+        made["continued"] = await continued(prefill)
         made["left"] += await left_behind(prefill, decode)
         # The cores of the other engines' ranks must not bind this engine's.
         os.environ.pop(affinity.VLLM_BIND_THREADS, None)

@@ -86,6 +86,21 @@ def test_engines_of_different_sizes_fetch_from_each_other(
     assert fetched["tokens"] == fetched["answer"]
 
 
+@pytest.mark.parametrize("sampling", ["greedy", "seeded"])
+def test_a_continued_request_returns_prompt_logprobs_for_the_prompt_alone(
+    made: tuple[dict[str, Any], list[cases.Case]], sampling: str
+) -> None:
+    """vLLM computes known tokens with the prompt, or replays them if the sampler has a state."""
+    (tokens, rows), (continued_tokens, continued_rows) = made[0]["continued"][sampling]
+    assert continued_tokens == tokens
+    assert len(rows) == cases.CHUNK + 40
+    assert [len(row) for row in continued_rows] == [len(row) for row in rows]
+    for row, continued_row in zip(rows, continued_rows, strict=True):
+        assert [token for token, _ in continued_row] == [token for token, _ in row]
+        values = [value for _, value in continued_row]
+        assert values == pytest.approx([value for _, value in row], abs=2e-4)
+
+
 def test_cached_tokens_match_the_engines_reports(
     made: tuple[dict[str, Any], list[cases.Case]], results: Results
 ) -> None:
