@@ -76,12 +76,12 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         steps = extra[STEPS]
         prior = LatencyModel(**steps["prior"])
         self.planner = StepPlanner(prior, TargetsReader(steps["socket"]).read)
-        self._most_tokens = self.max_num_scheduled_tokens
+        self._max_step_tokens = self.max_num_scheduled_tokens
         # This replaces vLLM's queue for the policy "priority", which sorts requests itself.
         # Preemption does not use the queue.
         self.waiting = FCFSRequestQueue()
         # Largest number of tokens of each prompt in the next step; prompts not in it have no limit.
-        self._most: dict[str, int] = {}
+        self._chunk_limits: dict[str, int] = {}
         # Prompts with tokens in the latest plan to which vLLM gave none: they wait for blocks, or
         # for room in the encoder cache, which holds images.
         self._stalled: frozenset[str] = frozenset()
@@ -103,7 +103,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         try:
             output = super().schedule(*args, **kwargs)
         finally:
-            self.max_num_scheduled_tokens = self._most_tokens
+            self.max_num_scheduled_tokens = self._max_step_tokens
             self.waiting.extend(held)
         self._stalled = self._found_stalled(output.num_scheduled_tokens)
         # The time of a warm-up step says nothing: it includes compilation.
@@ -152,7 +152,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
 
     def _bound_chunk(self, request: Request, num_new_tokens: int) -> int:
         """Returns the number of tokens of a prompt's chunk, bounded by the plan of the step."""
-        most = self._most.get(request.request_id)
+        most = self._chunk_limits.get(request.request_id)
         if most is None:
             return num_new_tokens
         # vLLM pads the first decode of a request to 1 + drafts, and must get all or nothing.
@@ -196,13 +196,13 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         )
         # vLLM asks requests for their handoff only while tokens are left in the step.
         per_request = 1 + self.num_spec_tokens
-        room = max(0, self._most_tokens - streams.num_tokens)
+        room = max(0, self._max_step_tokens - streams.num_tokens)
         one_token = [*awaiting, *stalled]
         reserve = min(room // 2 if prompts else room, per_request * len(one_token))
         grants = self.planner.tokens(
             streams,
             [one.prompt for one in prompts],
-            self._most_tokens - reserve,
+            self._max_step_tokens - reserve,
             limit=not self._warms_up,
             share=_SHARE_BESIDE_LOADS if copies else 1.0,
         )
@@ -219,13 +219,13 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         is_loaded = set(loaded)
         ordered = [one.request for one in sorted(chunks, key=_rank)]
         self.running[:] = [*decodes, *(one for one in ordered if one not in is_loaded)]
-        self._most = granted | {one.request_id: per_request for one in one_token}
-        self._most |= {one.request_id: 0 for one in blocked}
+        self._chunk_limits = granted | {one.request_id: per_request for one in one_token}
+        self._chunk_limits |= {one.request_id: 0 for one in blocked}
         self._order_waiting(arrivals, awaiting, blocked)
         # vLLM pads a prompt's last token to 1 + drafts, and starts nothing with less than that.
         num_granted = sum(max(per_request, grant) for grant in granted.values() if grant)
         total: int = streams.num_tokens + num_granted + reserve
-        return max(1, min(total, self._most_tokens)), held
+        return max(1, min(total, self._max_step_tokens)), held
 
     def _streams(
         self, decodes: Sequence[Request], coming: Sequence[Request], now: float
@@ -297,7 +297,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         loaded = {one.request_id for one in self.kv_holding_waiting if self._is_loaded(one)}
         have_images = {
             name
-            for name, most in self._most.items()
+            for name, most in self._chunk_limits.items()
             if most and name not in num_scheduled_tokens and self.requests[name].has_encoder_inputs
         }
         return frozenset(loaded | have_images)
@@ -416,8 +416,8 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         blocked: list[Request],
     ) -> None:
         """Orders the waiting requests; vLLM starts none after the first that gets no token."""
-        starts = [one.request for one in arrivals if self._most[one.request.request_id]]
-        rest = [one.request for one in arrivals if not self._most[one.request.request_id]]
+        starts = [one.request for one in arrivals if self._chunk_limits[one.request.request_id]]
+        rest = [one.request for one in arrivals if not self._chunk_limits[one.request.request_id]]
         # An awaiting request computes one token, so it goes before the prompts of its lane.
         ordered = sorted([*awaiting, *starts], key=lambda one: one.priority)
         self.waiting.clear()
