@@ -188,17 +188,8 @@ class WorkerHost:
         self._collector.snapshot = Snapshot(
             report,
             transfer,
-            num_tokens=self._runner.num_tokens,
-            num_ended=dict(self._runner.num_ended),
-            num_handoff_tokens=self._runner.num_handoff_tokens,
-            num_host_tokens=self._runner.num_host_tokens,
-            num_host_blocks=self._runner.num_host_blocks,
-            num_disk_tokens=self._runner.num_disk_tokens,
-            num_disk_blocks=self._runner.num_disk_blocks,
-            num_removed_blocks=self._runner.num_removed_blocks,
-            num_wrong_files=self._runner.num_wrong_files,
-            disk_failed=self._runner.disk_failed,
-            handoffs=self._handoffs.counts(),
+            self._runner.counts(),
+            self._handoffs.counts(),
         )
         return report
 

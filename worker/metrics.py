@@ -20,8 +20,47 @@ from baton.runtime.handoff_metrics import reason_label, transport_label
 from baton.v1 import cluster_pb2, kv_transfer_pb2
 from baton.worker.handoffs import RECEIVE, SEND, HandoffCounts
 
+# Names of the tiers of KV blocks, as values of the label `tier`.
+DEVICE, HOST, DISK = "device", "host", "disk"
+
 _Reason: TypeAlias = "kv_transfer_pb2.RefusalReason.ValueType"
 _Key = TypeVar("_Key", bound=tuple[str, ...])
+
+
+@dataclass(frozen=True, slots=True)
+class TierCounts:
+    """Counts of one tier of KV blocks: the engine's cache, host memory or the disk.
+
+    Attributes:
+        num_blocks: Number of blocks that the tier holds.
+        num_removed: Number of blocks that the tier has lost since the start: evicted, or deleted.
+        num_loaded_tokens: Prompt tokens loaded from the tier; 0 for the engine's cache.
+    """
+
+    num_blocks: int = 0
+    num_removed: int = 0
+    num_loaded_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerCounts:
+    """Counts of a worker's requests since its start, and of its KV blocks.
+
+    Attributes:
+        num_tokens: Output tokens reported.
+        num_ended: Ended attempts by outcome.
+        num_handoff_tokens: Prompt tokens loaded from handoffs.
+        tiers: Counts by tier: device, host and disk.
+        num_wrong_files: Files of the disk tier that were wrong.
+        disk_failed: Whether the disk tier has failed.
+    """
+
+    num_tokens: int = 0
+    num_ended: Mapping[str, int] = field(default_factory=dict)
+    num_handoff_tokens: int = 0
+    tiers: Mapping[str, TierCounts] = field(default_factory=dict)
+    num_wrong_files: int = 0
+    disk_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +71,7 @@ class Snapshot:
     transfer: kv_transfer_pb2.LocalStatistics = field(
         default_factory=kv_transfer_pb2.LocalStatistics
     )
-    num_tokens: int = 0
-    num_ended: Mapping[str, int] = field(default_factory=dict)
-    num_handoff_tokens: int = 0
-    num_host_tokens: int = 0
-    num_host_blocks: int = 0
-    num_disk_tokens: int = 0
-    num_disk_blocks: int = 0
-    num_removed_blocks: Mapping[str, int] = field(default_factory=dict)
-    num_wrong_files: int = 0
-    disk_failed: bool = False
+    counts: RunnerCounts = field(default_factory=RunnerCounts)
     handoffs: HandoffCounts = field(default_factory=HandoffCounts)
 
 
@@ -78,7 +108,9 @@ class WorkerCollector(Collector):
         return {("KvTransfer", reason): count for reason, count in found.items()}
 
     def collect(self) -> Iterator[Metric]:
-        load, transfer = self.snapshot.load, self.snapshot.transfer
+        load, counts = self.snapshot.load, self.snapshot.counts
+        transfer = self.snapshot.transfer
+        host, disk = (counts.tiers.get(name, TierCounts()) for name in (HOST, DISK))
         yield self._gauge("requests_running", "Requests in the engine's steps.", load.num_running)
         yield self._gauge("requests_waiting", "Requests in the engine's queue.", load.num_waiting)
         yield self._gauge(
@@ -92,48 +124,44 @@ class WorkerCollector(Collector):
             load.prefill_tokens_waiting,
         )
         yield self._counter("engine_steps", "Steps of the engine.", load.num_steps)
-        yield self._counter(
-            "generation_tokens", "Output tokens reported.", self.snapshot.num_tokens
-        )
+        yield self._counter("generation_tokens", "Output tokens reported.", counts.num_tokens)
         yield self._gauge(
             "host_kv_blocks",
             "KV blocks that the KV store in host memory holds.",
-            self.snapshot.num_host_blocks,
+            host.num_blocks,
         )
         yield self._counter(
             "host_prompt_tokens",
             "Prompt tokens loaded from the KV store in host memory.",
-            self.snapshot.num_host_tokens,
+            host.num_loaded_tokens,
         )
-        yield self._gauge(
-            "disk_kv_blocks", "KV blocks that the disk holds.", self.snapshot.num_disk_blocks
-        )
+        yield self._gauge("disk_kv_blocks", "KV blocks that the disk holds.", disk.num_blocks)
         yield self._counter(
-            "disk_prompt_tokens", "Prompt tokens loaded from disk.", self.snapshot.num_disk_tokens
+            "disk_prompt_tokens", "Prompt tokens loaded from disk.", disk.num_loaded_tokens
         )
         yield self._split(
             CounterMetricFamily,
             "removed_kv_blocks",
             "KV blocks that a tier has evicted, or deleted because an operator asked for it.",
             ("tier",),
-            {(tier,): count for tier, count in self.snapshot.num_removed_blocks.items()},
+            {(tier,): each.num_removed for tier, each in counts.tiers.items()},
         )
         yield self._counter(
             "disk_wrong_files",
             "Files of KV blocks that were missing or damaged, and were not used.",
-            self.snapshot.num_wrong_files,
+            counts.num_wrong_files,
         )
         yield self._gauge(
             "disk_failed",
             "1 if the disk has failed, so that the worker no longer uses it; otherwise 0.",
-            self.snapshot.disk_failed,
+            counts.disk_failed,
         )
         yield self._split(
             CounterMetricFamily,
             "requests",
             "Attempts of requests that ended on this worker, by outcome.",
             ("outcome",),
-            {(outcome,): count for outcome, count in self.snapshot.num_ended.items()},
+            {(outcome,): count for outcome, count in counts.num_ended.items()},
         )
         yield self._split(
             GaugeMetricFamily,
@@ -204,7 +232,7 @@ class WorkerCollector(Collector):
         yield self._counter(
             "handoff_prompt_tokens",
             "Prompt tokens loaded from handoffs.",
-            self.snapshot.num_handoff_tokens,
+            self.snapshot.counts.num_handoff_tokens,
         )
         refusals: Counter[tuple[str, ...]] = Counter()
         for reason, count in transfer.refusals.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +36,7 @@ from baton.runtime.errors import (
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 from baton.worker.cache_reports import CacheReports
 from baton.worker.handoffs import RECEIVE, SEND, HandoffLog
+from baton.worker.metrics import DEVICE, DISK, HOST, RunnerCounts, TierCounts
 from baton.worker.outbox import Outbox
 from baton.worker.own_blocks import OwnBlocks
 
@@ -91,14 +92,7 @@ class Runner:
     Attributes:
         idle: Event that is set while no request, cleanup or handoff is left.
         died: Resolves to the reason when the engine has failed.
-        num_tokens: Output tokens reported since the start.
         use_handles: Whether outputs may use handles: only while their coordinator is attached.
-        num_ended: Ended attempts by outcome.
-        num_handoff_tokens: Prompt tokens loaded from handoffs.
-        num_host_tokens: Prompt tokens loaded from the KV store in host memory.
-        num_disk_tokens: Prompt tokens loaded from disk.
-        num_wrong_files: Files of the disk tier that were wrong.
-        disk_failed: Whether the disk tier has failed.
     """
 
     def __init__(
@@ -141,30 +135,31 @@ class Runner:
         self._num_steps = 0
         # Finished outputs, each with the sequence number of the message that reports its end.
         self._ended: deque[tuple[int, cluster_pb2.RunningRequest]] = deque(maxlen=_MAX_ENDED)
-        self.num_tokens = 0
         self.use_handles = True
-        self.num_ended: dict[str, int] = {}
-        self.num_handoff_tokens = self.num_host_tokens = self.num_disk_tokens = 0
-        self.num_wrong_files, self.disk_failed = 0, False
+        # Counts since the start; see RunnerCounts.
+        self._num_tokens = self._num_handoff_tokens = 0
+        self._num_host_tokens = self._num_disk_tokens = 0
+        self._num_ended: Counter[str] = Counter()
+        self._num_wrong_files, self._disk_failed = 0, False
 
-    @property
-    def num_host_blocks(self) -> int:
-        """Number of KV blocks in the KV store in host memory."""
-        return len(self._host_cache)
-
-    @property
-    def num_disk_blocks(self) -> int:
-        """Number of KV blocks in the KV store on disk."""
-        return len(self._disk_cache)
-
-    @property
-    def num_removed_blocks(self) -> dict[str, int]:
-        """Number of KV blocks that each tier has lost since the start: evicted, or deleted."""
-        return {
-            "device": self._cache.num_removed,
-            "host": self._host_cache.num_removed,
-            "disk": self._disk_cache.num_removed,
+    def counts(self) -> RunnerCounts:
+        """The current counts."""
+        tiers = {
+            DEVICE: (self._cache, 0),
+            HOST: (self._host_cache, self._num_host_tokens),
+            DISK: (self._disk_cache, self._num_disk_tokens),
         }
+        return RunnerCounts(
+            num_tokens=self._num_tokens,
+            num_ended=dict(self._num_ended),
+            num_handoff_tokens=self._num_handoff_tokens,
+            tiers={
+                name: TierCounts(len(cache), cache.num_removed, num_tokens)
+                for name, (cache, num_tokens) in tiers.items()
+            },
+            num_wrong_files=self._num_wrong_files,
+            disk_failed=self._disk_failed,
+        )
 
     def running(self) -> list[cluster_pb2.RunningRequest]:
         """Running requests, and finished ones whose end is unacknowledged, for adoption in a Hello.
@@ -247,8 +242,8 @@ class Runner:
         """
         if step.disk_cache is not None:
             self._disk_cache.take(step.disk_cache)
-        self.num_wrong_files += step.num_wrong_files
-        self.disk_failed = self.disk_failed or step.disk_failed
+        self._num_wrong_files += step.num_wrong_files
+        self._disk_failed = self._disk_failed or step.disk_failed
 
     def fail_all(self, error: BatonError) -> None:
         """Fails every request with an error."""
@@ -370,7 +365,7 @@ class Runner:
         del self._by_engine_id[held.attempt.engine_id]
         if held.deadline is not None:
             held.deadline.cancel()
-        self.num_ended[how] = self.num_ended.get(how, 0) + 1
+        self._num_ended[how] += 1
         self._update_idle()
 
     # ---- Events of the engine and the transfer service.
@@ -410,12 +405,12 @@ class Runner:
         if held.attempt.only_cached:
             self._take_prefix_output(held, output)
             return
-        self.num_tokens += len(output.token_ids)
-        self.num_handoff_tokens += output.num_handoff_tokens
-        self.num_host_tokens += output.num_host_tokens
+        self._num_tokens += len(output.token_ids)
+        self._num_handoff_tokens += output.num_handoff_tokens
+        self._num_host_tokens += output.num_host_tokens
         if output.timings is not None:
-            self.num_host_tokens += held.attempt.num_own_host_tokens
-        self.num_disk_tokens += output.num_disk_tokens
+            self._num_host_tokens += held.attempt.num_own_host_tokens
+        self._num_disk_tokens += output.num_disk_tokens
         if self.use_handles and held.attempt.report_token(output, step.tokens):
             held.policy.on_output(held.attempt, output)
             return

@@ -14,7 +14,14 @@ from baton.runtime import dev_certs
 from baton.runtime.step_budget import StepTargets
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 from baton.worker import attach
-from baton.worker.metrics import Snapshot, WorkerCollector
+from baton.worker.metrics import (
+    DEVICE,
+    DISK,
+    RunnerCounts,
+    Snapshot,
+    TierCounts,
+    WorkerCollector,
+)
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 SLOW = {"time_scale": 1.0, "step_base_ms": 20, "prefill_base_ms": 20}
@@ -445,11 +452,12 @@ def test_metrics_come_from_the_last_snapshot():
     load = cluster_pb2.LoadReport(num_steps=7, kv_tokens_used=5, kv_tokens_total=10)
     collector.snapshot = Snapshot(
         load,
-        num_tokens=3,
-        num_ended={"finished": 2},
-        num_disk_blocks=4,
-        num_removed_blocks={"device": 6},
-        disk_failed=True,
+        counts=RunnerCounts(
+            num_tokens=3,
+            num_ended={"finished": 2},
+            tiers={DEVICE: TierCounts(num_removed=6), DISK: TierCounts(num_blocks=4)},
+            disk_failed=True,
+        ),
     )
     text = generate_latest(collector.registry()).decode()
     labels = 'model="demo",role="prefill"'
