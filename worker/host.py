@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from time import monotonic
 from typing import NamedTuple
 
@@ -40,19 +41,36 @@ class DrainOrder(NamedTuple):
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Describes a worker process to coordinators; see Hello in cluster.proto.
+
+    Attributes:
+        worker_id: Unique ID of the worker.
+        incarnation: Random number of this process start.
+        host_id: Equal for workers that share memory.
+        startup_ms: Startup time by stage.
+        labels: Labels shown to operators.
+        revision: Name of model and engine arguments.
+        config_digest: Hash of model and engine arguments.
+    """
+
+    worker_id: str
+    incarnation: int
+    host_id: str
+    startup_ms: Mapping[str, int]
+    labels: Mapping[str, str]
+    revision: str
+    config_digest: str
+
+
 class WorkerHost:
     """Represents the worker on the attach stream (the `Host` of worker/attach.py).
 
     Args:
-        worker_id: Unique ID of the worker; see Hello in cluster.proto.
-        incarnation: Random number of this process start.
-        host_id: Equal for workers that share memory.
+        identity: The worker process.
         role: Initial role; the coordinator may change it.
-        startup_ms: Startup time by stage.
         max_requests: Largest number of requests held at once, by role.
-        labels: Labels shown to operators.
-        revision: Name of model and engine arguments.
-        config_digest: Hash of model and engine arguments.
 
     Attributes:
         attached: Event that is set when a coordinator has welcomed this worker.
@@ -63,9 +81,7 @@ class WorkerHost:
 
     def __init__(
         self,
-        worker_id: str,
-        incarnation: int,
-        host_id: str,
+        identity: Identity,
         role: common_pb2.Role.ValueType,
         *,
         engine: Engine,
@@ -78,20 +94,13 @@ class WorkerHost:
         profiles: Profiles,
         cache_drops: CacheDrops,
         renders: Renders,
-        startup_ms: Mapping[str, int],
         max_requests: Mapping[common_pb2.Role.ValueType, int],
-        labels: Mapping[str, str],
-        revision: str,
-        config_digest: str,
     ) -> None:
-        self._worker_id, self._incarnation, self._host_id = worker_id, incarnation, host_id
+        self._identity, self._max_requests = identity, max_requests
         self._engine, self._info, self._transfer = engine, info, transfer
         self._runner, self._outbox, self._collector = runner, outbox, collector
         self._handoffs, self._profiles = handoffs, profiles
         self._cache_drops, self._renders = cache_drops, renders
-        self._startup_ms, self._labels = startup_ms, labels
-        self._max_requests = max_requests
-        self._revision, self._config_digest = revision, config_digest
         # Hello repeats this record, so that a restarted coordinator recovers the rollout.
         self._rollout: cluster_pb2.RolloutRecord | None = None
         self._role, self._state = role, cluster_pb2.WORKER_STATE_SERVING
@@ -110,10 +119,10 @@ class WorkerHost:
     # ---- worker/attach.py's Host.
 
     def hello(self) -> cluster_pb2.Hello:
-        info = self._info
+        identity, info = self._identity, self._info
         return cluster_pb2.Hello(
-            worker_id=self._worker_id,
-            incarnation=self._incarnation,
+            worker_id=identity.worker_id,
+            incarnation=identity.incarnation,
             role=self._role,
             state=self._state,
             model=info.model,
@@ -132,16 +141,16 @@ class WorkerHost:
                 keeps_prefixes=info.keeps_prefixes,
             ),
             kv_address=self._transfer.address,
-            host_id=self._host_id,
+            host_id=identity.host_id,
             engine=info.engine,
             engine_version=info.version,
             device=info.device,
             running=self._runner.running(),
             pid=os.getpid(),
-            startup_ms=self._startup_ms,
-            labels=self._labels,
-            revision=self._revision,
-            config_digest=self._config_digest,
+            startup_ms=identity.startup_ms,
+            labels=identity.labels,
+            revision=identity.revision,
+            config_digest=identity.config_digest,
             rollout=self._rollout,
         )
 

@@ -36,7 +36,7 @@ from baton.worker import gpus
 from baton.worker.attach import AttachError, Attachment, CoordinatorGone
 from baton.worker.cache_drops import CacheDrops
 from baton.worker.handoffs import HandoffLog
-from baton.worker.host import WorkerHost
+from baton.worker.host import Identity, WorkerHost
 from baton.worker.metrics import WorkerCollector
 from baton.worker.outbox import Outbox
 from baton.worker.profiles import Profiles
@@ -127,45 +127,9 @@ class Worker:
         self._record_startup("process", lifecycle.process_started_at())
 
         # 1. The transfer service, which the engine connects to while it starts.
-        begun_at = monotonic()
-        directory = self._own_directory()
-        stack.callback(directory.remove)
-        socket_path = str(directory.path / "kv.sock")
-        listening = with_listen_address(config.kv_transfer, self._coordinator)
-        exposure.check_transfer(listening.listen, security)
-        try:
-            transfer = await TransferClient.start(
-                listening, socket_path, security=security, log_level=config.log_level
-            )
-        except TransferError as error:
-            raise WorkerFailed(f"transfer service: {error}") from None
-        stack.push_async_callback(transfer.close)
-        self._record_startup("transfer", begun_at)
-
+        transfer, socket_path = await self._start_transfer(stack)
         # 2. The engine: loads the model and runs a warm-up step.
-        begun_at = monotonic()
-        try:
-            engine = self._engine_factory(config, self._pool, socket_path)
-        except lifecycle.SignalReceived:
-            # The event loop handles the signal next, and cancels this task.
-            await asyncio.Event().wait()
-            raise
-        stack.push_async_callback(engine.stop)
-        # The time before this is the import of the engine, which may take as long as the model.
-        starting_at = monotonic()
-        info, warm_up_steps = await self._start_engine(engine, transfer)
-        info = _with_revision(info, config.worker.revision)
-        kv_at = starting_at + info.weights_s
-        self._record_startup("weights", begun_at, kv_at)
-        self._record_startup("kv", kv_at, kv_at + info.kv_s)
-        self._record_startup("warm_up", kv_at + info.kv_s)
-
-        problem = staging_size.shortage(
-            info.layout, info.model.max_model_len, transfer.send_bytes, transfer.receive_bytes
-        )
-        if problem is not None:
-            _log.warning(problem)
-
+        engine, info, warm_up_steps = await self._start_engine(stack, transfer, socket_path)
         # 3. From here on the transfer service accepts handoffs.
         try:
             await transfer.configure(info.layout.fingerprint())
@@ -173,26 +137,9 @@ class Worker:
             raise WorkerFailed(str(error)) from None
         except TransferError as error:
             raise WorkerFailed(f"transfer service: {error}") from None
-
         # 4. Metrics and spans.
-        role = role_name(self._role)
-        collector = WorkerCollector(info.model.name, role, config.kv_transfer.transports)
-        registry = collector.registry()
-        if (found := gpus.collector(info.device, info.layout.num_ranks)) is not None:
-            registry.register(found)
-        refusals = Refusals(others=collector.transfer_refusals)
-        registry.register(refusals)
-        metrics = MetricsServer(
-            config.worker.metrics_listen, "worker.metrics_listen", registry, security, refusals
-        )
-        stack.push_async_callback(asyncio.to_thread, metrics.close)
-        spans = Tracing(
-            config.tracing,
-            {"baton.worker.id": self._worker_id, "baton.worker.role": role},
-        )
-        stack.push_async_callback(asyncio.to_thread, spans.close)
-        handoffs = HandoffLog(spans)
-
+        collector, metrics = self._start_metrics(stack, info)
+        handoffs = HandoffLog(self._start_tracing(stack))
         # 5. The request runner, and the stream to the coordinator.
         outbox = Outbox()
         runner = Runner(
@@ -207,15 +154,12 @@ class Worker:
         for step in warm_up_steps:
             runner.take_disk(step)
         profiles = Profiles(engine, outbox)
-        stack.push_async_callback(profiles.close)
         cache_drops = CacheDrops(engine, outbox, transfer.erase_staging)
-        stack.push_async_callback(cache_drops.close)
         renders = Renders(engine, outbox)
-        stack.push_async_callback(renders.close)
+        for part in (profiles, cache_drops, renders):
+            stack.push_async_callback(part.close)
         host = WorkerHost(
-            self._worker_id,
-            secrets.randbits(63) | 1,
-            _host_id(),
+            self._identity(),
             self._role,
             engine=engine,
             info=info,
@@ -227,11 +171,7 @@ class Worker:
             profiles=profiles,
             cache_drops=cache_drops,
             renders=renders,
-            startup_ms=self._startup_ms,
             max_requests=self._max_requests,
-            labels={"host": socket.gethostname(), **config.worker.labels},
-            revision=config.worker.revision,
-            config_digest=_digest(config, self._pool),
         )
         attachment = Attachment(
             self._coordinator,
@@ -243,6 +183,91 @@ class Worker:
         _log.info("engine is up", extra={"kv": transfer.address, "metrics": metrics.address})
         return host, runner, attachment
 
+    def _identity(self) -> Identity:
+        config = self._config.worker
+        return Identity(
+            self._worker_id,
+            secrets.randbits(63) | 1,
+            _host_id(),
+            startup_ms=self._startup_ms,
+            labels={"host": socket.gethostname(), **config.labels},
+            revision=config.revision,
+            config_digest=_digest(self._config, self._pool),
+        )
+
+    async def _start_transfer(self, stack: contextlib.AsyncExitStack) -> tuple[TransferClient, str]:
+        """Starts the transfer service; returns its client and its control socket."""
+        config, begun_at = self._config, monotonic()
+        directory = self._own_directory()
+        stack.callback(directory.remove)
+        socket_path = str(directory.path / "kv.sock")
+        listening = with_listen_address(config.kv_transfer, self._coordinator)
+        exposure.check_transfer(listening.listen, config.security)
+        try:
+            transfer = await TransferClient.start(
+                listening, socket_path, security=config.security, log_level=config.log_level
+            )
+        except TransferError as error:
+            raise WorkerFailed(f"transfer service: {error}") from None
+        stack.push_async_callback(transfer.close)
+        self._record_startup("transfer", begun_at)
+        return transfer, socket_path
+
+    async def _start_engine(
+        self, stack: contextlib.AsyncExitStack, transfer: TransferClient, socket_path: str
+    ) -> tuple[Engine, EngineInfo, list[EngineStep]]:
+        """Starts the engine; returns it with its description and the steps of its warm-up."""
+        config, begun_at = self._config, monotonic()
+        try:
+            engine = self._engine_factory(config, self._pool, socket_path)
+        except lifecycle.SignalReceived:
+            # The event loop handles the signal next, and cancels this task.
+            await asyncio.Event().wait()
+            raise
+        stack.push_async_callback(engine.stop)
+        # The time before this is the import of the engine, which may take as long as the model.
+        starting_at = monotonic()
+        info, warm_up_steps = await self._loaded(engine, transfer)
+        info = _with_revision(info, config.worker.revision)
+        kv_at = starting_at + info.weights_s
+        self._record_startup("weights", begun_at, kv_at)
+        self._record_startup("kv", kv_at, kv_at + info.kv_s)
+        self._record_startup("warm_up", kv_at + info.kv_s)
+        problem = staging_size.shortage(
+            info.layout, info.model.max_model_len, transfer.send_bytes, transfer.receive_bytes
+        )
+        if problem is not None:
+            _log.warning(problem)
+        return engine, info, warm_up_steps
+
+    def _start_metrics(
+        self, stack: contextlib.AsyncExitStack, info: EngineInfo
+    ) -> tuple[WorkerCollector, MetricsServer]:
+        config, role = self._config, role_name(self._role)
+        collector = WorkerCollector(info.model.name, role, config.kv_transfer.transports)
+        registry = collector.registry()
+        if (found := gpus.collector(info.device, info.layout.num_ranks)) is not None:
+            registry.register(found)
+        refusals = Refusals(others=collector.transfer_refusals)
+        registry.register(refusals)
+        metrics = MetricsServer(
+            config.worker.metrics_listen,
+            "worker.metrics_listen",
+            registry,
+            config.security,
+            refusals,
+        )
+        stack.push_async_callback(asyncio.to_thread, metrics.close)
+        return collector, metrics
+
+    def _start_tracing(self, stack: contextlib.AsyncExitStack) -> Tracing:
+        role = role_name(self._role)
+        spans = Tracing(
+            self._config.tracing, {"baton.worker.id": self._worker_id, "baton.worker.role": role}
+        )
+        stack.push_async_callback(asyncio.to_thread, spans.close)
+        return spans
+
     def _own_directory(self) -> WorkerDirectory:
         if not self._directory:
             return worker_directory.make()
@@ -251,9 +276,10 @@ class Worker:
         except OSError as error:
             raise WorkerFailed(f"--directory: {error}") from None
 
-    async def _start_engine(
+    async def _loaded(
         self, engine: Engine, transfer: TransferClient
     ) -> tuple[EngineInfo, list[EngineStep]]:
+        """Waits until the engine has loaded its model and has run its warm-up."""
         timeout_s = self._config.worker.start_timeout_s
         starting = asyncio.create_task(_load(engine), name="engine start")
         gone = asyncio.create_task(transfer.gone.wait(), name="transfer gone")
