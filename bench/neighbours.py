@@ -38,6 +38,7 @@ from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.runtime import demo_model
 from baton.runtime.affinity import VLLM_BIND_THREADS
 from baton.runtime.config import KvTransferConfig
+from baton.runtime.kv_store_config import KvStoreConfig
 from baton.v1 import common_pb2
 
 TIMEOUT_S = 120.0
@@ -234,7 +235,7 @@ async def running(
             arguments,
             transfer.socket_path,
             scheduler="vllm",
-            host_bytes=host_bytes,
+            kv_store=KvStoreConfig(host_bytes=host_bytes),
         )
         stack.push_async_callback(engine.stop)
         info = await engine.start()

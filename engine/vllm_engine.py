@@ -64,6 +64,7 @@ from baton.kvtransfer.connector.step_work import STEP_WORK, StepWork
 from baton.kvtransfer.disk.directory import DiskDirectory
 from baton.runtime import affinity
 from baton.runtime.config import LatencyConfig
+from baton.runtime.kv_store_config import KvStoreConfig
 from baton.runtime.latency import LatencyModel
 from baton.runtime.step_budget import StepTargets
 from baton.v1 import inference_pb2
@@ -71,6 +72,7 @@ from baton.v1 import inference_pb2
 # Most step costs that are kept for the next load report.
 _MAX_SAMPLES = 256
 _TIERS = ("host", "disk")
+_NO_STORE = KvStoreConfig(host_bytes=0)
 _PRIOR = LatencyModel.from_config(LatencyConfig())
 _STOP_TIMEOUT_S = 10.0
 _KILL_INTERVAL_S = 0.1
@@ -89,10 +91,7 @@ class VllmEngine:
         adapters: Directory or hub ID of each LoRA adapter, by name.
         scheduler: Which scheduler chooses the prompt tokens of a step (steps.scheduler).
         prior: Latency model of Baton's scheduler until it has measured steps.
-        host_bytes: Host memory for a copy of every full KV block; 0: none.
-        disk_dir: Directory for KV blocks that the workers of this host share; empty: none.
-        disk_bytes: Most bytes of this worker's files there.
-        disk_bytes_per_s: Speed of loads from there, for the engine's description.
+        kv_store: Host memory and disk for copies of full KV blocks.
     """
 
     def __init__(
@@ -105,10 +104,7 @@ class VllmEngine:
         *,
         scheduler: Literal["baton", "vllm"] = "baton",
         prior: LatencyModel = _PRIOR,
-        host_bytes: int = 0,
-        disk_dir: str = "",
-        disk_bytes: int = 0,
-        disk_bytes_per_s: int = 0,
+        kv_store: KvStoreConfig = _NO_STORE,
     ) -> None:
         self._adapters = adapters or {}
         self._lora_requests = lora_requests(self._adapters)
@@ -118,9 +114,7 @@ class VllmEngine:
         self._live: dict[str, LiveRequest] = {}
         self._by_internal_id: dict[str, LiveRequest] = {}
         self._prior = prior if scheduler == "baton" else None
-        self._host_bytes = host_bytes
-        self._disk_dir, self._disk_bytes = disk_dir, disk_bytes
-        self._disk_bytes_per_s = disk_bytes_per_s
+        self._kv_store = kv_store
         self._disk: DiskDirectory | None = None
         self._counter = itertools.count(1)
         self._stats = SchedulerStats()
@@ -152,7 +146,7 @@ class VllmEngine:
             raise EngineDead(f"vLLM could not start: {' '.join(str(error).split())}") from error
 
     def _start(self) -> EngineInfo:
-        begun_at = time.monotonic()
+        begun_at, store = time.monotonic(), self._kv_store
         setup = VllmSetup.make(
             self._model,
             self._served_name,
@@ -161,10 +155,10 @@ class VllmEngine:
             self._transfer_socket,
             self._traces,
             self._prior,
-            self._host_bytes,
+            store.resolved_host_bytes(),
         )
-        if self._disk_dir:
-            self._disk = setup.open_disk(self._disk_dir, self._disk_bytes)
+        if store.disk_dir:
+            self._disk = setup.open_disk(store.disk_dir, store.disk_bytes)
         config = setup.config
         renderer = renderer_from_config(config)
         self._input = InputProcessor(config, renderer)
@@ -181,7 +175,7 @@ class VllmEngine:
         setup = setup.started()
         self._kv_tokens = setup.kv_tokens
         info = setup.info(self._served_name, self._model, begun_at)
-        return dataclasses.replace(info, disk_bytes_per_s=self._disk_bytes_per_s)
+        return dataclasses.replace(info, disk_bytes_per_s=store.disk_bytes_per_s)
 
     async def submit(self, request: EngineRequest) -> None:
         if request.request_id in self._live:

@@ -53,10 +53,7 @@ def make_engine(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> 
         config.lora_adapters,
         scheduler=config.steps.scheduler,
         prior=LatencyModel.from_config(config.latency),
-        host_bytes=config.kv_store.resolved_host_bytes(),
-        disk_dir=config.kv_store.disk_dir,
-        disk_bytes=config.kv_store.disk_bytes,
-        disk_bytes_per_s=config.kv_store.disk_bytes_per_s,
+        kv_store=config.kv_store,
     )
     return engine
 

@@ -17,6 +17,7 @@ from baton.kvtransfer.control import EnginePort, TransferClient
 from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.runtime.block_hashes import block_hashes
 from baton.runtime.config import KvTransferConfig
+from baton.runtime.kv_store_config import KvStoreConfig
 from baton.runtime.sampling import needs_exact_state
 from baton.v1 import common_pb2, kv_transfer_pb2
 
@@ -169,9 +170,7 @@ async def side(
             arguments,
             socket_path,
             scheduler=scheduler,
-            host_bytes=host_bytes,
-            disk_dir=disk_dir,
-            disk_bytes=2**30,
+            kv_store=KvStoreConfig(host_bytes=host_bytes, disk_dir=disk_dir, disk_bytes=2**30),
         )
         stack.push_async_callback(engine.stop)
         info = await engine.start()
