@@ -86,15 +86,42 @@ def requests(seed: int) -> list[tuple[int, str, list[int], int, int, dict[str, A
     return sorted(found, key=lambda one: one[0])
 
 
+def random_images(rng: random.Random, num_tokens: int) -> list[range]:
+    """Returns images of 5 to 90 tokens in a prompt of this length; none in a short one."""
+    found, begin = [], rng.randint(0, 20)
+    while num_tokens - begin > 12 and rng.random() < 0.7:
+        size = rng.randint(5, min(90, num_tokens - begin - 2))
+        found.append(range(begin, begin + size))
+        begin += size + rng.randint(0, 30)
+    return found
+
+
+def hold_image_tokens(engine: Engine, num_tokens: int) -> None:
+    """Gives an engine an encoder cache of this size."""
+    engine.scheduler.encoder_cache_manager = EncoderCacheManager(num_tokens)
+    engine.scheduler.max_num_encoder_input_tokens = num_tokens
+
+
 def random_run(
-    seed: int, *, asynchronous: bool, targets: StepTargets | None, **more: Any
+    seed: int,
+    *,
+    asynchronous: bool,
+    targets: StepTargets | None,
+    have_images: bool = False,
+    **more: Any,
 ) -> Result:
     """Runs the requests of a seed; `steps` is None if they did not end."""
     engine = Engine(NUM_BLOCKS, asynchronous=asynchronous, targets=targets, **more)
+    rng = random.Random(seed)
+    if have_images:
+        hold_image_tokens(engine, 100)
     waiting, num_steps, num_empty = requests(seed), 0, 0
     while waiting or engine.scheduler.has_unfinished_requests() or engine.is_busy:
         while waiting and waiting[0][0] <= num_steps:
-            engine.add(*waiting.pop(0)[1:])
+            _, name, prompt, *rest, transfer = waiting.pop(0)
+            has_images = have_images and transfer is None
+            images = random_images(rng, len(prompt)) if has_images else []
+            engine.add(name, prompt, *rest, transfer, images)
         made = engine.schedule() if engine.scheduler.has_unfinished_requests() else {}
         if engine.is_busy and (not asynchronous or engine.num_under_way > 1 or not made):
             engine.take_output()
@@ -118,7 +145,7 @@ def compared(num_seeds: int, modes: Sequence[bool] = (False, True), **more: Any)
     Args:
         num_seeds: Number of seeds.
         modes: Whether a step is made while the previous one runs, for each run of a seed.
-        more: vLLM's engine arguments.
+        more: Arguments of `random_run`.
     """
     differs: dict[str, Any] = {}
     num_preempted = {"vllm": 0, "baton": 0}
@@ -250,8 +277,7 @@ def prompt_beside_a_loaded_one() -> dict[str, Any]:
 def engine_with_images(targets: StepTargets) -> Engine:
     """An engine that holds the embeddings of 100 image tokens."""
     engine = Engine(60, asynchronous=False, targets=targets)
-    engine.scheduler.encoder_cache_manager = EncoderCacheManager(100)
-    engine.scheduler.max_num_encoder_input_tokens = 100
+    hold_image_tokens(engine, 100)
     return engine
 
 
@@ -497,6 +523,7 @@ def main(num_seeds: int) -> dict[str, Any]:
             (False,),
             speculative_config=SPECULATION,
         ),
+        "compared with images": compared(max(1, num_seeds // 2), have_images=True),
         **scenarios(),
     }
 

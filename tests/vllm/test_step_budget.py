@@ -32,6 +32,12 @@ def test_random_requests_get_the_same_tokens_as_from_the_scheduler_of_vllm(
     assert made["compared"]["num_preempted"]["vllm"] > 0
 
 
+def test_random_prompts_with_images_end_with_the_same_tokens(made: dict[str, Any]) -> None:
+    """The encoder cache is small, so that prompts wait for each other's images."""
+    assert made["compared with images"]["differs"] == {}
+    assert made["compared with images"]["num_preempted"]["vllm"] > 0
+
+
 def test_a_step_keeps_room_for_the_drafts_of_speculation(made: dict[str, Any]) -> None:
     """vLLM pads the first decode of a request to all its drafts, or does not start it."""
     assert made["compared with drafts"]["differs"] == {}
