@@ -26,10 +26,11 @@ from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 
 from baton.gateway.anthropic_route import error_body
-from baton.gateway.body_parser import json_object, parse_as
+from baton.gateway.body_parser import check_length, json_object, parse_as
 from baton.gateway.error_responses import HttpError, invalid_value
+from baton.gateway.fail_fast import FailFast
 from baton.gateway.plain_chunks import TEXT, PlainChunks, split_at_text
-from baton.gateway.request_bodies import template_kwargs
+from baton.gateway.request_bodies import MAX_PARTS, template_kwargs
 
 # The conversions use no attribute of the instance, whose constructor needs an engine.
 _CONVERTER: Any = object.__new__(AnthropicServingMessages)
@@ -44,6 +45,9 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     # A conversation that the server keeps: the next request has only its new turns.
     "thread": (),
 }
+_REQUEST = FailFast[AnthropicMessagesRequest](AnthropicMessagesRequest)
+_COUNT_REQUEST = FailFast[AnthropicCountTokensRequest](AnthropicCountTokensRequest)
+_MESSAGE = FailFast[AnthropicMessage](AnthropicMessage)
 # Fields of a chat whose output continues its last turn.
 _CONTINUED = {"add_generation_prompt": False, "continue_final_message": True}
 # Content of a tool's result that the converter reads; it drops the rest without an error.
@@ -72,7 +76,7 @@ class MessageConversion:
         values = _values(body)
         # vLLM's class takes four of them at most. The coordinator has a limit of its own.
         stop = values.pop("stop_sequences", None)
-        request = parse_as(values, AnthropicMessagesRequest, _UNSUPPORTED)
+        request = parse_as(values, _REQUEST, _UNSUPPORTED, _ENTRIES)
         self.chat = _converted(request)
         if stop is not None:
             self.chat["stop"] = stop
@@ -202,7 +206,7 @@ def tokenize_body(body: bytes) -> dict[str, Any]:
     Raises:
         HttpError: The body is not a request of the Messages API.
     """
-    request = parse_as(_values(body), AnthropicCountTokensRequest, _UNSUPPORTED)
+    request = parse_as(_values(body), _COUNT_REQUEST, _UNSUPPORTED, _ENTRIES)
     chat = _converted(request, counts=True)
     # As the chat route renders the prompt.
     chat["chat_template_kwargs"] = template_kwargs(
@@ -212,10 +216,20 @@ def tokenize_body(body: bytes) -> dict[str, Any]:
     return {name: chat[name] for name in wanted if name in chat}
 
 
+def _message(index: int, sent: Any) -> AnthropicMessage:
+    if isinstance(sent, dict):
+        check_length(f"messages[{index}].content", sent.get("content"), MAX_PARTS)
+    return _MESSAGE.validate(sent)
+
+
+_ENTRIES = {"messages": _message}
+
+
 def _values(body: bytes) -> dict[str, Any]:
     """Returns the fields of a body, with their present names; checks its tools."""
     values = json_object(body)
     _check_tools(values.get("tools"))
+    check_length("system", values.get("system"), MAX_PARTS)
     # The former name of output_config.format.
     if (wanted := values.pop("output_format", None)) is not None:
         config = values.get("output_config")

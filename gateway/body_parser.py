@@ -6,7 +6,7 @@ Unsupported and unknown fields are refused by name.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import pydantic_core
@@ -14,7 +14,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from baton.gateway.error_responses import HttpError, invalid_value
-from baton.gateway.request_bodies import BodyModel
+from baton.gateway.fail_fast import FailFast
+from baton.gateway.request_bodies import MAX_MESSAGES, MAX_TOOLS, BodyModel
 from baton.runtime.errors import shown
 from baton.runtime.names import did_you_mean
 
@@ -92,44 +93,74 @@ def json_body(values: dict[str, Any]) -> bytes:
 
 
 def parse_as(
-    values: dict[str, Any], kind: type[M], unsupported: Mapping[str, tuple[object, ...]]
+    values: dict[str, Any],
+    kind: FailFast[M],
+    unsupported: Mapping[str, tuple[object, ...]],
+    entries: Mapping[str, Callable[[int, Any], Any]],
 ) -> M:
-    """Parses a body with a class of another library, which decides about unknown fields.
+    """Parses a body with a class of another library.
 
     Args:
         values: The body's JSON object.
-        kind: Class that declares the body's fields.
+        kind: Validator of the class that declares the body's fields; other fields are left out.
         unsupported: Fields that are refused, with their values that have no effect.
+        entries: Lists whose entries are validated one by one, so that those behind a wrong entry
+            cost nothing: the field's name, and a function of an entry's index and value. It returns
+            the validated entry or None to leave the entry out, and raises HttpError or pydantic's
+            ValidationError.
 
     Raises:
-        HttpError: A field is wrong or not supported.
+        HttpError: A field is wrong or not supported, or a list has too many entries.
     """
     for name, harmless in unsupported.items():
         value = values.get(name)
         if value is not None and value not in harmless:
             allowed = " or ".join([*map(json.dumps, harmless), "left out"])
             raise invalid_value(name, value, f"must be {allowed}")
+    # Clients send null for a field that is not set, which not every field allows. This is also a
+    # copy: some validators of vLLM replace fields.
+    fields = _fields(kind.kind)
+    given = {name: one for name, one in values.items() if one is not None and name in fields}
+    check_length("tools", given.get("tools"), MAX_TOOLS)
+    lists = {name: given[name] for name in entries if isinstance(given.get(name), list)}
+    for name, entries_of_name in lists.items():
+        check_length(name, entries_of_name, MAX_MESSAGES)
+    given |= {name: [] for name in lists}
     try:
-        # Clients send null for a field that is not set, which not every field allows. This is also
-        # a copy: some validators of vLLM replace fields.
-        return kind.model_validate(_without_null(values))
+        found = kind.validate(dict(given))
     except ValidationError as error:
         raise explain(error, values) from None
     except (TypeError, AttributeError, LookupError) as error:
         # Some validators of vLLM run before the types of the fields are checked.
-        name = _field_with_wrong_type(values, kind)
+        name = _field_with_wrong_type(given, kind)
         raise invalid_value(name, values.get(name), f"it has a wrong type ({error})") from None
+    for name, entries_of_name in lists.items():
+        validated = list[Any]()
+        for index, entry in enumerate(entries_of_name):
+            try:
+                validated.append(entries[name](index, entry))
+            except ValidationError as error:
+                raise explain(error, values, (name, index)) from None
+        setattr(found, name, [entry for entry in validated if entry is not None])
+    return found
 
 
-def _without_null(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+def check_length(path: str, value: Any, limit: int) -> None:
+    """Raises HttpError if a value of the body is a list with more entries than the limit."""
+    if isinstance(value, list) and len(value) > limit:
+        message = f"{path} has {len(value)} entries; at most {limit}"
+        raise HttpError(400, message, param=path, code="invalid_value")
 
 
-def _field_with_wrong_type(values: dict[str, Any], kind: type[BaseModel]) -> str:
+def _fields(kind: type[BaseModel]) -> set[str]:
+    return {name for key, field in kind.model_fields.items() for name in (key, field.alias or key)}
+
+
+def _field_with_wrong_type(given: dict[str, Any], kind: FailFast[Any]) -> str:
     """Returns the field without which the validators can tell what is wrong, or "body"."""
-    for name in values:
+    for name in given:
         try:
-            kind.model_validate({other: one for other, one in values.items() if other != name})
+            kind.validate({other: one for other, one in given.items() if other != name})
         except ValidationError:
             return name
         except (TypeError, AttributeError, LookupError):
@@ -160,24 +191,29 @@ def _is_validated(name: str, value: object, known: set[str]) -> bool:
     raise HttpError(400, f"{name}: unknown field{hint}", param=name, code="unknown_parameter")
 
 
-def explain(error: ValidationError, values: Any) -> HttpError:
+def explain(error: ValidationError, values: Any, at: tuple[int | str, ...] = ()) -> HttpError:
     """Returns the error that names the first wrong field, with its path in the body.
 
     A value of a union has one problem per member of the union. The most precise one counts: the
     deepest path, and of a field that is there rather than missing.
+
+    Args:
+        error: The problems.
+        values: The body.
+        at: Location in the body of the value that has the problems.
     """
-    problems = _without_other_types(error.errors(include_url=False))
+    problems = error.errors(include_url=False)
+    if not at:
+        problems = [one for one in problems if one["loc"][:1] == problems[0]["loc"][:1]]
     found: dict[str, tuple[Any, bool, list[str]]] = {}
-    for problem in problems:
-        if problem["loc"][:1] != problems[0]["loc"][:1]:
-            continue
-        path, value = _locate(problem["loc"], values)
+    for problem in _without_other_types(problems):
+        path, value = _locate((*at, *problem["loc"]), values)
         reason_text = problem["msg"].removeprefix("Value error, ")
         reason_text = reason_text[:1].lower() + reason_text[1:]
         missing = problem["type"] == "missing"
         if problem["type"] in ("extra_forbidden", "missing"):
             # The last part of the location is the missing or extra field.
-            *above, name = problem["loc"]
+            *above, name = (*at, *problem["loc"])
             path = f"{_locate(above, values)[0]}.{_shorten(str(name))}".lstrip(".")
             reason_text = "it is required" if missing else "this server does not support it"
         found.setdefault(path, (value, missing, []))[2].append(reason_text)
@@ -199,10 +235,13 @@ def _without_other_types(problems: list[ErrorDetails]) -> list[ErrorDetails]:
         if one["type"] == "literal_error" and one["loc"][-1] == "type"
     }
     # Locations of members that have the value's type, or take values without a type.
-    fitting = {one["loc"][: len(other)] for one in problems for other in others} - others
+    lengths = {len(one) for one in others}
+    fitting = {one["loc"][:length] for one in problems for length in lengths} - others
     unions = {member[:-1] for member in fitting}
     left_out = {member for member in others if member[:-1] in unions}
-    return [one for one in problems if not any(one["loc"][: len(m)] == m for m in left_out)]
+    return [
+        one for one in problems if left_out.isdisjoint(one["loc"][:length] for length in lengths)
+    ]
 
 
 def _locate(location: Sequence[int | str], values: Any) -> tuple[str, Any]:

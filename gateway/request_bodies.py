@@ -22,8 +22,10 @@ T = TypeVar("T")
 _FailsFast = Annotated[list[T], Field(fail_fast=True)]
 _MAX_FIELDS = 64
 # The coordinator's limits.
-_MAX_MESSAGES, _MAX_LOGIT_BIASES = 4096, 1024
-_MAX_TOOLS = 1024
+MAX_MESSAGES, _MAX_LOGIT_BIASES = 4096, 1024
+MAX_TOOLS = 1024
+# Parts of a turn of another API, which cost more to validate.
+MAX_PARTS = 4096
 # Fields that clients send with tools, earlier turns and their tool calls, because the answer of
 # another server had them or to mark a part of the prompt for a cache. No chat template reads them.
 # The text of `reasoning_details` and `thinking_blocks` is also in the turn's reasoning.
@@ -294,10 +296,10 @@ class Message(LenientModel):
         return "\n".join(part["text"] for part in parts)
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True, max_length=_MAX_MESSAGES)]
+Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
 
-Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=_MAX_TOOLS)]
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
 
 
 class ChatBody(GenerationBody):

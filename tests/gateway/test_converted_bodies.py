@@ -1,0 +1,147 @@
+"""Bodies of the Responses and Messages API, as the gateway converts them to chats."""
+
+import json
+
+import pytest
+
+from baton.gateway import body_parser
+from baton.gateway.error_responses import HttpError
+
+responses = pytest.importorskip("baton.gateway.openai_responses")
+messages = pytest.importorskip("baton.gateway.anthropic_messages")
+
+NUM_WRONG = 2000
+
+
+def as_chat(**body):
+    """The chat of a request of the Responses API."""
+    body = {"model": "m", "input": "a", **body}
+    return responses.ResponseConversion(json.dumps(body).encode(), None, None, None).chat
+
+
+def message_as_chat(*turns, **body):
+    """The chat of a request of the Messages API."""
+    body = {"model": "m", "max_tokens": 9, "messages": turns, **body}
+    conversion = messages.MessageConversion(json.dumps(body).encode())
+    conversion.close()
+    return conversion.chat
+
+
+def counted(*turns, **body):
+    """The body of /tokenize for a request that counts the tokens of a message."""
+    return messages.tokenize_body(json.dumps({"model": "m", "messages": turns, **body}).encode())
+
+
+def turn(*parts, role="user"):
+    return {"role": role, "content": list(parts)}
+
+
+@pytest.fixture
+def num_problems(monkeypatch):
+    """Numbers of problems of the refused values."""
+    found, explain = [], body_parser.explain
+
+    def counting(error, *rest):
+        found.append(error.error_count())
+        return explain(error, *rest)
+
+    monkeypatch.setattr(body_parser, "explain", counting)
+    return found
+
+
+X = {"type": "x"}
+WRONG_RESPONSES = {
+    "numbers": ({"input": [1] * NUM_WRONG}, "input[0]"),
+    "unknown items": ({"input": [X] * NUM_WRONG}, "input[0]"),
+    "numbers as parts": ({"input": [turn(*[1] * NUM_WRONG)]}, "input[0].content"),
+    "unknown parts": ({"input": [turn(*[X] * NUM_WRONG)]}, "input[0].content"),
+    "parts of an answer": (
+        {"input": [turn(*[X] * NUM_WRONG, role="assistant")]},
+        "input[0].content[0]",
+    ),
+    "parts of reasoning": (
+        {"input": [{"type": "reasoning", "id": "r", "summary": [1] * NUM_WRONG}]},
+        "input",
+    ),
+    "results of calls": (
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": [X] * NUM_WRONG}]},
+        "input[0]",
+    ),
+    "tools": ({"tools": [{"type": "function"}] * 1024}, "tools[0].name"),
+    "biases": ({"logit_bias": {str(one): "x" for one in range(NUM_WRONG)}}, "logit_bias"),
+    "metadata": ({"metadata": {str(one): one for one in range(NUM_WRONG)}}, "metadata"),
+}
+
+
+@pytest.mark.parametrize(("body", "param"), WRONG_RESPONSES.values(), ids=WRONG_RESPONSES)
+def test_many_wrong_entries_of_a_response_have_few_problems(num_problems, body, param):
+    with pytest.raises(HttpError) as refused:
+        as_chat(**body)
+    assert refused.value.status == 400
+    assert refused.value.param.startswith(param)
+    assert sum(num_problems) < NUM_WRONG / 4
+
+
+WRONG_MESSAGES = {
+    "numbers": ([1] * NUM_WRONG, {}, "messages[0]"),
+    "unknown turns": ([{"role": "x"}] * NUM_WRONG, {}, "messages[0]"),
+    "numbers as parts": ([turn(*[1] * NUM_WRONG)], {}, "messages[0].content"),
+    "unknown parts": ([turn(*[X] * NUM_WRONG)], {}, "messages[0].content"),
+    "tools": ([], {"tools": [{"name": "t"}] * 1024}, "tools[0]"),
+    "system": ([], {"system": [1] * NUM_WRONG}, "system"),
+}
+
+
+@pytest.mark.parametrize("convert", [message_as_chat, counted])
+@pytest.mark.parametrize(("turns", "body", "param"), WRONG_MESSAGES.values(), ids=WRONG_MESSAGES)
+def test_many_wrong_entries_of_a_message_have_few_problems(
+    num_problems, convert, turns, body, param
+):
+    with pytest.raises(HttpError) as refused:
+        convert(*turns, **body)
+    assert refused.value.status == 400
+    assert refused.value.param.startswith(param)
+    assert sum(num_problems) < NUM_WRONG / 4
+
+
+def test_entries_behind_a_wrong_one_are_not_validated(monkeypatch):
+    validated = []
+    original = messages._ENTRIES["messages"]
+
+    def counting(index, sent):
+        validated.append(index)
+        return original(index, sent)
+
+    monkeypatch.setitem(messages._ENTRIES, "messages", counting)
+    with pytest.raises(HttpError, match=r"messages\[1\]\.role is 'x'; "):
+        message_as_chat(turn(), *[{"role": "x", "content": "a"}] * NUM_WRONG)
+    assert validated == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("convert", "param"),
+    [
+        (lambda many: as_chat(input=[turn()] * many), "input"),
+        (lambda many: as_chat(input=[turn(*[1] * many)]), "input[0].content"),
+        (lambda many: as_chat(tools=[X] * many + [{"type": "function"}] * many), "tools"),
+        (
+            lambda many: as_chat(tools=[{"type": "namespace", "tools": [1] * many}]),
+            "tools[0].tools",
+        ),
+        (lambda many: message_as_chat(*[turn()] * many), "messages"),
+        (lambda many: message_as_chat(turn(*[1] * many)), "messages[0].content"),
+        (lambda many: message_as_chat(system=[1] * many), "system"),
+        (lambda many: message_as_chat(tools=[1] * many), "tools"),
+    ],
+)
+def test_the_number_of_entries_is_limited(convert, param):
+    with pytest.raises(HttpError, match=r"at most (4096|1024)$") as refused:
+        convert(4097)
+    assert refused.value.param == param
+
+
+def test_unknown_fields_are_left_out():
+    unknown = {f"unknown{one}": one for one in range(NUM_WRONG)}
+    assert as_chat(**unknown)["messages"] == [{"role": "user", "content": "a"}]
+    with pytest.raises(HttpError, match=r"^tools is 5; it has a wrong type"):
+        as_chat(tools=5, **unknown)
