@@ -496,6 +496,9 @@ class _InputItems:
         for name, value in found.items():
             check_length(f"input[{index}].{name}", value, MAX_PARTS)
         content = found.get("content")
+        if "role" in found:
+            # vLLM's class takes an assistant's parts only with this type.
+            found.setdefault("type", "message")
         is_answer = found.get("type") == "message" and found.get("role") == "assistant"
         if is_answer and isinstance(content, list):
             found = _assistant_turn(f"input[{index}].content", content)

@@ -145,3 +145,12 @@ def test_unknown_fields_are_left_out():
     assert as_chat(**unknown)["messages"] == [{"role": "user", "content": "a"}]
     with pytest.raises(HttpError, match=r"^tools is 5; it has a wrong type"):
         as_chat(tools=5, **unknown)
+
+
+def test_an_answer_needs_no_type():
+    """The AI SDK sends earlier answers without one."""
+    answer = turn({"type": "output_text", "text": "Cold."}, role="assistant")
+    assert as_chat(input=[answer, turn({"type": "input_text", "text": "And?"})])["messages"] == [
+        {"role": "assistant", "content": "Cold."},
+        {"role": "user", "content": [{"type": "text", "text": "And?"}]},
+    ]
