@@ -118,6 +118,8 @@ class Connection(HttpToolsProtocol):
         self._refusal: HttpError | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
+        # Bytes in the transport's buffer when the timer was started.
+        self._num_unsent_bytes = 0
         self._linger_timer: asyncio.TimerHandle | None = None
         self._body_timer: asyncio.TimerHandle | None = None
 
@@ -220,9 +222,7 @@ class Connection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._reader_timer is None:
-            self._reader_timer = self.loop.call_later(
-                self._limits.write_timeout_s, self._on_idle_reader
-            )
+            self._await_reader()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -301,7 +301,17 @@ class Connection(HttpToolsProtocol):
         message = f"the request's head was not complete within {self._limits.read_timeout_s:g} s"
         self._refuse("slow_head", HttpError(408, message, code="request_timeout"))
 
+    def _await_reader(self) -> None:
+        self._num_unsent_bytes = self.transport.get_write_buffer_size()
+        self._reader_timer = self.loop.call_later(
+            self._limits.write_timeout_s, self._on_idle_reader
+        )
+
     def _on_idle_reader(self) -> None:
+        if self.transport.get_write_buffer_size() < self._num_unsent_bytes:
+            # The client reads, but a large response takes longer than the timeout.
+            self._await_reader()
+            return
         self._stats.refused_connections["idle_reader"] += 1
         # Abort instead of close: the peer does not read the buffered bytes.
         self.transport.abort()

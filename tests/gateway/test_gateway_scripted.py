@@ -9,7 +9,15 @@ import httpx2 as httpx
 import pytest
 from google.rpc import code_pb2
 from openai import APIError, RateLimitError
-from scripted_inference import ScriptedInference, accepted, delta, failed, finished, serving
+from scripted_inference import (
+    ScriptedInference,
+    accepted,
+    advance_clock,
+    delta,
+    failed,
+    finished,
+    serving,
+)
 
 from baton import gateway as gateway_package
 from baton import models
@@ -440,6 +448,41 @@ async def test_a_client_that_reads_nothing_is_disconnected_and_its_request_cance
             await asyncio.sleep(0.005)
         assert cancelled.result() == number
         connection.send(finished(number, common_pb2.FINISH_REASON_CANCELLED))
+        writer.close()
+
+
+async def test_a_client_that_reads_a_large_response_steadily_is_not_idle(
+    inference, coordinator, start_gateway
+):
+    async with start_gateway(coordinator, write_timeout_s=60.0, keep_alive_s=1000) as gateway:
+        reader, writer = await asyncio.open_connection(*gateway.address, limit=1024)
+        body = b'{"prompt": "x", "max_tokens": 1000000}'
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n"
+        writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+        connection = await inference.connection()
+        number = (await connection.submitted()).stream
+        # More than the socket buffers hold.
+        connection.send(accepted(number))
+        for offset in range(300):
+            connection.send(delta(number, offset, [1], "a" * 100_000))
+        connection.send(finished(number))
+        (answering,) = gateway.accepted
+        transport = answering.transport
+        async with asyncio.timeout(WAIT_S):
+            while answering._reader_timer is None:
+                await asyncio.sleep(0.01)
+            for _ in range(3):
+                unsent = transport.get_write_buffer_size()
+                while transport.get_write_buffer_size() == unsent:
+                    assert await reader.read(100_000)
+                timer = answering._reader_timer
+                advance_clock(60.0)
+                while answering._reader_timer is timer and not transport.is_closing():
+                    await asyncio.sleep(0.01)
+                assert not transport.is_closing()
+            advance_clock(60.0)
+            while not transport.is_closing():
+                await asyncio.sleep(0.01)
         writer.close()
 
 
