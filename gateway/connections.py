@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -56,7 +57,6 @@ class ChunkWriter:
         is_closing, write = transport.is_closing, transport.write
 
         def push(value: T) -> bool:
-            # With pipelined requests, uvicorn marks only the last cycle as disconnected.
             if flow.write_paused or is_closing():
                 return False
             if part := render(value):
@@ -120,6 +120,8 @@ class Connection(HttpToolsProtocol):
         self._reader_timer: asyncio.TimerHandle | None = None
         # Bytes in the transport's buffer when the timer was started.
         self._num_unsent_bytes = 0
+        # Requests without a complete response, in their order: uvicorn knows only the last one.
+        self._unanswered: deque[RequestResponseCycle] = deque()
         self._linger_timer: asyncio.TimerHandle | None = None
         self._body_timer: asyncio.TimerHandle | None = None
 
@@ -142,6 +144,9 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
         self._stats.num_connections = len(self.connections)
         self._waiting.pop(self, None)
         self._unset_keepalive_if_required()
@@ -194,6 +199,7 @@ class Connection(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
         super().on_headers_complete()
+        self._unanswered.append(self.cycle)
         # The request's task has not run yet.
         extensions: dict[str, Any] = {CHUNK_WRITER: ChunkWriter(self.cycle)}
         self.scope["extensions"] = extensions
@@ -209,6 +215,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        self._unanswered.popleft()
         super().on_response_complete()
         if not self._answering and not self.transport.is_closing():
             self._waiting[self] = None

@@ -529,6 +529,22 @@ async def test_the_end_of_a_choice_is_sent_before_other_choices_end(inference, s
     assert part.endswith(b"data: [DONE]\n\n")
 
 
+@pytest.mark.parametrize("num_waiting", [1, 2])
+async def test_a_client_with_waiting_requests_that_leaves_cancels_the_running_one(
+    inference, scripted, num_waiting
+):
+    _reader, writer = await asyncio.open_connection(*scripted.address)
+    body = b'{"prompt": "x", "stream": true}'
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n"
+    one = head.encode() + b"content-type: application/json\r\n\r\n" + body
+    writer.write((1 + num_waiting) * one)
+    connection = await inference.connection()
+    number = (await connection.submitted()).stream
+    writer.close()
+    assert await connection.cancelled() == number
+    connection.send(finished(number, common_pb2.FINISH_REASON_CANCELLED))
+
+
 async def test_tokens_for_a_lost_connection_with_two_requests_harm_no_other(inference, scripted):
     reader, writer = await asyncio.open_connection(*scripted.address)
     body = b'{"prompt": "x", "stream": true}'
