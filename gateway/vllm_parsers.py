@@ -36,6 +36,7 @@ from baton.gateway import error_responses, harmony, harmony_parsers
 from baton.gateway.body_parser import explain
 from baton.gateway.coordinator_queries import PerCallerQuery
 from baton.gateway.error_responses import HttpError, invalid_value
+from baton.gateway.fail_fast import FailFast
 from baton.gateway.parsed_request import ParsedRequest
 from baton.gateway.rendered_prompt import TokenizerResource
 from baton.gateway.request_bodies import ChatBody
@@ -64,6 +65,7 @@ _CONSTRAINTS = {
     "grammar": "grammar",
     "structural_tag": "structural_tag",
 }
+_REQUEST = FailFast[ChatCompletionRequest](ChatCompletionRequest)
 # Options that a chat template reads.
 _TEMPLATE_OPTIONS = dict.fromkeys(("tools", "template_kwargs", "add_generation_prompt"))
 
@@ -222,6 +224,9 @@ class OutputParsers:
         """Returns vLLM's form of a request, as adjusted by the parsers. Raises HttpError."""
         fields = body.model_dump(include=_READ_BY_PARSERS, exclude_none=True, by_alias=True)
         kwargs = body.template_kwargs
+        for message in fields["messages"]:
+            for index, call in enumerate(message.get("tool_calls", ())):
+                _complete_call(call, index)
         if not body.tools:
             # vLLM refuses an empty list, which clients send when a chat has no tools.
             fields = {name: fields[name] for name in fields.keys() - {"tools", "tool_choice"}}
@@ -229,9 +234,7 @@ class OutputParsers:
             # Without parsers, a schema needs no name either.
             fields["response_format"]["json_schema"].setdefault("name", "response")
         try:
-            request = ChatCompletionRequest.model_validate(
-                {**fields, "chat_template_kwargs": kwargs}
-            )
+            request = _REQUEST.validate({**fields, "chat_template_kwargs": kwargs})
             return self._parser(request).adjust_request(request)
         except ValidationError as error:
             raise explain(error, fields) from None
@@ -371,6 +374,21 @@ class ChoiceOutputParser:
         if not self._names.reasoning_parser:
             return None
         return int(self._parser.count_reasoning_tokens(self._token_ids))
+
+
+def _complete_call(call: dict[str, Any], index: int) -> None:
+    """Gives an earlier tool call the fields that vLLM's class requires and clients leave out.
+
+    Chat templates get the call as the client has sent it.
+
+    Args:
+        call: The call; changed.
+        index: Place of the call in its turn.
+    """
+    call.setdefault("id", f"call_{index}")
+    arguments = call["function"].get("arguments", {})
+    if not isinstance(arguments, str):
+        call["function"]["arguments"] = json.dumps(arguments)
 
 
 def _harmony_names(names: OutputParserNames) -> OutputParserNames:

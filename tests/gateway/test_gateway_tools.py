@@ -365,6 +365,25 @@ async def test_tools_reach_the_coordinator_and_constrain_required_calls(gateway)
     assert answer.json()["choices"][0]["finish_reason"] == "stop"
 
 
+async def test_earlier_calls_may_lack_what_vllms_class_requires(gateway):
+    functions = [
+        {"name": "weather", "arguments": {"city": "Oslo"}},
+        {"name": "weather"},
+        {"name": "weather", "arguments": OSLO},
+    ]
+    calls = [{"type": "function", "function": one} for one in functions]
+    turns = [
+        *TURNS,
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "tool", "content": "-3 C"},
+    ]
+    request, _ = await gateway.ask("It is cold.", messages=turns, tools=[TOOL])
+    # The chat template gets them unchanged.
+    sent = json.loads(request.chat.messages[1].fields)["tool_calls"]
+    assert [one["function"].get("arguments") for one in sent] == [{"city": "Oslo"}, None, OSLO]
+    assert not any("id" in one for one in sent)
+
+
 async def test_an_empty_list_of_tools_is_no_tools(gateway):
     request, answer = await gateway.ask("It is cold.", tools=[], tool_choice="none")
     assert answer.json()["choices"][0]["message"]["content"] == "It is cold."
