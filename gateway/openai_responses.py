@@ -161,7 +161,7 @@ class ResponseConversion:
             found |= {"stream": True, "stream_options": {"include_usage": True}}
         tools = construct_tool_dicts(request.tools, request.tool_choice)
         if tools:
-            found["tools"] = _without_none(tools)
+            found["tools"] = [_without_unset(tool) for tool in tools]
             found["tool_choice"] = _tool_choice(given.get("tool_choice", "auto"))
             if request.parallel_tool_calls is not None:
                 found["parallel_tool_calls"] = request.parallel_tool_calls
@@ -396,6 +396,15 @@ def _tool_choice(choice: Any) -> Any:
     if choice["type"] not in ("function", "custom"):
         raise invalid_value("tool_choice.type", choice["type"], "must be function or custom")
     return {"type": "function", "function": {"name": choice["name"]}}
+
+
+def _without_unset(tool: dict[str, Any]) -> dict[str, Any]:
+    """Removes the fields of a tool and of its function that are not set.
+
+    A null within the parameters is a part of their schema.
+    """
+    function = {name: one for name, one in tool["function"].items() if one is not None}
+    return {name: one for name, one in tool.items() if one is not None} | {"function": function}
 
 
 def _without_none(value: Any) -> Any:

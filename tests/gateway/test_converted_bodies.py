@@ -154,3 +154,9 @@ def test_an_answer_needs_no_type():
         {"role": "assistant", "content": "Cold."},
         {"role": "user", "content": [{"type": "text", "text": "And?"}]},
     ]
+
+
+def test_a_null_within_a_tools_schema_is_kept():
+    schema = {"type": "object", "properties": {"a": {"const": None}, "b": {"default": None}}}
+    (tool,) = as_chat(tools=[{"type": "function", "name": "f", "parameters": schema}])["tools"]
+    assert tool == {"type": "function", "function": {"name": "f", "parameters": schema}}
