@@ -11,7 +11,7 @@ import hashlib
 import json
 import types
 from collections import deque
-from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
 from itertools import pairwise, zip_longest
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
@@ -292,7 +292,7 @@ def _converted(
     found: dict[str, Any] = chat.model_dump(
         mode="json", exclude_unset=True, exclude_none=True, by_alias=True
     )
-    found["messages"] = list(_with_references_as_text(found["messages"]))
+    found["messages"] = _with_images_last(_with_references_as_text(found["messages"]))
     try:
         is_begun = _has_prefill(request)
     except HttpError:
@@ -398,6 +398,31 @@ def _with_references_as_text(turns: list[dict[str, Any]]) -> Iterator[dict[str, 
             yield {**turn, "content": text}
         elif not (_is_empty_result(turn) and after.get("tool_call_id") == turn["tool_call_id"]):
             yield turn
+
+
+def _with_images_last(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Puts the images of tools' results behind all results of the same turn.
+
+    vLLM's converter puts the images of each result into a user turn behind it. Chat templates and
+    models expect the results of parallel calls one after the other.
+    """
+    found, images = list[dict[str, Any]](), list[dict[str, Any]]()
+    for turn in turns:
+        if turn["role"] == "user" and found and found[-1]["role"] == "tool" and _has_images(turn):
+            images.append(turn)
+            continue
+        if turn["role"] != "tool":
+            found += images
+            images = []
+        found.append(turn)
+    return found + images
+
+
+def _has_images(turn: dict[str, Any]) -> bool:
+    """Whether a turn has images and nothing else."""
+    content = turn.get("content")
+    parts = content if isinstance(content, list) else []
+    return bool(parts) and all(part.get("type") == "image_url" for part in parts)
 
 
 def _is_empty_result(turn: dict[str, Any]) -> bool:

@@ -160,3 +160,26 @@ def test_a_null_within_a_tools_schema_is_kept():
     schema = {"type": "object", "properties": {"a": {"const": None}, "b": {"default": None}}}
     (tool,) = as_chat(tools=[{"type": "function", "name": "f", "parameters": schema}])["tools"]
     assert tool == {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
+def test_images_of_parallel_results_come_behind_the_results():
+    def result(call_id, *parts):
+        return {"type": "tool_result", "tool_use_id": call_id, "content": list(parts)}
+
+    uses = [{"type": "tool_use", "id": one, "name": "look", "input": {}} for one in "abc"]
+    text, source = {"type": "text", "text": "Seen."}, {"type": "base64", "media_type": "image/png"}
+    first, second = ({"type": "image", "source": {**source, "data": one}} for one in ("1", "2"))
+    results = [result("a", text, first), result("b", second), result("c", text)]
+    chat = message_as_chat(turn(text), turn(*uses, role="assistant"), turn(*results, text))
+    told = chat["messages"][2:]
+    assert [(one["role"], one.get("tool_call_id")) for one in told] == [
+        ("tool", "a"),
+        ("tool", "b"),
+        ("tool", "c"),
+        ("user", None),
+        ("user", None),
+        ("user", None),
+    ]
+    urls = [part["image_url"]["url"] for one in told[3:5] for part in one["content"]]
+    assert urls == ["data:image/png;base64,1", "data:image/png;base64,2"]
+    assert told[5]["content"] == "Seen."
