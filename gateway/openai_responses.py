@@ -85,6 +85,18 @@ _ITEM = get_args(get_args(ResponsesRequest.model_fields["input"].annotation)[1])
 _ANY = ""
 # Tools that the client runs.
 _TOOL_KINDS = ("function", "custom", "namespace")
+# Types of the items of their calls.
+_CALL_ITEMS = tuple(
+    f"{tool}_call{end}" for tool in ("function", "custom_tool") for end in ("", "_output")
+)
+# How the types of the items of other tools' calls end, and such types that end otherwise.
+_OTHER_ENDS = ("_call", "_call_output")
+_OTHER_ITEMS = (
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "mcp_list_tools",
+    "tool_search_output",
+)
 _LOGPROBS = "message.output_text.logprobs"
 # Fields of a chat's turn.
 _TURN = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning"}
@@ -489,6 +501,8 @@ class _InputItems:
 
     def __init__(self, stored: Callable[[str], dict[str, Any] | None]) -> None:
         self._stored = stored
+        # The calls that are left out, whose results must not stay alone.
+        self._left_out: set[str] = set()
 
     def validated(self, index: int, sent: Any) -> Any:
         """Returns an item as vLLM's converter reads it; None: it is left out.
@@ -504,6 +518,8 @@ class _InputItems:
         found: Any = self._referenced(index, sent)
         for name, value in found.items():
             check_length(f"input[{index}].{name}", value, MAX_PARTS)
+        if self._is_of_other_tool(found):
+            return None
         content = found.get("content")
         if "role" in found:
             # vLLM's class takes an assistant's parts only with this type.
@@ -517,6 +533,18 @@ class _InputItems:
             return None
         (found,) = ResponsesRequest.input_item_parsing({"input": [found]})["input"]
         return found if isinstance(found, BaseModel) else _validated(found)
+
+    def _is_of_other_tool(self, item: dict[str, Any]) -> bool:
+        """Whether an item belongs to a call of a tool that is left out of the request."""
+        kind, call = item.get("type"), item.get("call_id")
+        if not isinstance(kind, str):
+            return False
+        if kind not in _CALL_ITEMS and (kind in _OTHER_ITEMS or kind.endswith(_OTHER_ENDS)):
+            if isinstance(call, str):
+                self._left_out.add(call)
+            return True
+        # Codex sends the result of a local_shell_call as that of a function.
+        return kind.endswith("_output") and isinstance(call, str) and call in self._left_out
 
     def _referenced(self, index: int, sent: dict[str, Any]) -> dict[str, Any]:
         """Returns an item, or a copy of the stored item that it refers to.

@@ -183,3 +183,21 @@ def test_images_of_parallel_results_come_behind_the_results():
     urls = [part["image_url"]["url"] for one in told[3:5] for part in one["content"]]
     assert urls == ["data:image/png;base64,1", "data:image/png;base64,2"]
     assert told[5]["content"] == "Seen."
+
+
+def test_calls_of_tools_that_are_left_out_are_left_out():
+    """A conversation that began at OpenAI has them."""
+    search = {"type": "web_search_call", "id": "w", "status": "completed", "action": {}}
+    shell = {"type": "local_shell_call", "id": "l", "call_id": "c1", "action": {}}
+    shell_result = {"type": "function_call_output", "call_id": "c1", "output": "left out"}
+    listed = {"type": "mcp_list_tools", "id": "m", "server_label": "s", "tools": []}
+    newer = {"type": "brand_new_call", "id": "n", "call_id": "c2"}
+    newer_result = {"type": "brand_new_call_output", "call_id": "c2", "output": "left out"}
+    kept = {"type": "function_call", "call_id": "c3", "name": "f", "arguments": "{}"}
+    kept_result = {"type": "function_call_output", "call_id": "c3", "output": "kept"}
+    others = [search, shell, shell_result, listed, newer, newer_result]
+    told = as_chat(input=[turn(), *others, kept, kept_result])["messages"]
+    assert [one["role"] for one in told] == ["user", "assistant", "tool"]
+    assert told[2]["content"] == "kept"
+    with pytest.raises(HttpError, match=r"^input\[1\]\.type is 'x'; "):
+        as_chat(input=[search, X])
