@@ -27,6 +27,7 @@ from vllm.entrypoints.serve.utils.tool_calls_utils import maybe_filter_parallel_
 from vllm.exceptions import VLLMValidationError
 from vllm.parser import ParserManager
 from vllm.reasoning import ReasoningParserManager
+from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser
 from vllm.renderers.chat_utils import make_tool_call_id
 from vllm.tokenizers import get_tokenizer
 from vllm.tool_parsers import ToolParserManager
@@ -317,6 +318,7 @@ class ChoiceOutputParser:
         self._prompt_token_ids = list(prompt_token_ids)
         self._names = names
         self._token_ids: list[int] = []
+        self._counter: ReasoningCounter | None = None
         self._has_called = False
         parser.set_prompt_token_ids(self._prompt_token_ids)
 
@@ -373,7 +375,54 @@ class ChoiceOutputParser:
         """Number of reasoning tokens so far; None: there is no reasoning parser."""
         if not self._names.reasoning_parser:
             return None
+        if self._counter is None and (marks := _marked_by(self._parser.reasoning_parser)):
+            self._counter = ReasoningCounter(*marks, self._prompt_token_ids)
+        if self._counter is not None:
+            return self._counter.count(self._token_ids)
         return int(self._parser.count_reasoning_tokens(self._token_ids))
+
+
+class ReasoningCounter:
+    """Counts the reasoning tokens of an output whose reasoning has a token before and behind it.
+
+    Unlike vLLM's count, it sees reasoning that the chat template has opened at the end of the
+    prompt, and reads each token once, however often the usage is sent.
+
+    Args:
+        start: ID of the token before reasoning.
+        end: ID of the token behind reasoning.
+        prompt_token_ids: The prompt.
+    """
+
+    def __init__(self, start: int, end: int, prompt_token_ids: Sequence[int]) -> None:
+        self._start, self._end = start, end
+        last = next((one for one in reversed(prompt_token_ids) if one in (start, end)), end)
+        self._is_open = last == start
+        self._num_seen = self._num_reasoning = 0
+
+    def count(self, token_ids: Sequence[int]) -> int:
+        """Returns the number of reasoning tokens.
+
+        Args:
+            token_ids: The output so far, which begins with the output of earlier calls.
+        """
+        for one in token_ids[self._num_seen :]:
+            if one in (self._start, self._end):
+                self._is_open = one == self._start
+            else:
+                self._num_reasoning += self._is_open
+        self._num_seen = len(token_ids)
+        return self._num_reasoning
+
+
+def _marked_by(parser: Any) -> tuple[int, int] | None:
+    """Returns the tokens before and behind reasoning; None: the parser counts in its own way."""
+    # The parser of DeepSeek V3 passes everything on to another one.
+    parser = getattr(parser, "_parser", parser)
+    counts = getattr(type(parser), "count_reasoning_tokens", None)
+    if counts is not BaseThinkingReasoningParser.count_reasoning_tokens:
+        return None
+    return parser.start_token_id, parser.end_token_id
 
 
 def _complete_call(call: dict[str, Any], index: int) -> None:
