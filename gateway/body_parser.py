@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from baton.gateway.error_responses import HttpError, invalid_value
 from baton.gateway.fail_fast import FailFast
-from baton.gateway.request_bodies import MAX_MESSAGES, MAX_TOOLS, BodyModel
+from baton.gateway.request_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, BodyModel
 from baton.runtime.errors import shown
 from baton.runtime.names import did_you_mean
 
@@ -125,6 +125,7 @@ def parse_as(
     lists = {name: given[name] for name in entries if isinstance(given.get(name), list)}
     for name, entries_of_name in lists.items():
         check_length(name, entries_of_name, MAX_MESSAGES)
+        _check_parts(name, entries_of_name)
     given |= {name: [] for name in lists}
     try:
         found = kind.validate(dict(given))
@@ -149,6 +150,15 @@ def check_length(path: str, value: Any, limit: int) -> None:
     """Raises HttpError if a value of the body is a list with more entries than the limit."""
     if isinstance(value, list) and len(value) > limit:
         message = f"{path} has {len(value)} entries; at most {limit}"
+        raise HttpError(400, message, param=path, code="invalid_value")
+
+
+def _check_parts(path: str, entries: list[Any]) -> None:
+    """Raises HttpError if the lists in the entries of a list are too long together."""
+    objects = [entry for entry in entries if isinstance(entry, dict)]
+    lists = [value for entry in objects for value in entry.values() if isinstance(value, list)]
+    if (num_parts := sum(map(len, lists))) > MAX_PARTS:
+        message = f"{path} has {num_parts} parts in all; at most {MAX_PARTS}"
         raise HttpError(400, message, param=path, code="invalid_value")
 
 

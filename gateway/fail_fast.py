@@ -30,9 +30,12 @@ class FailFast(Generic[T]):
 
     def __init__(self, kind: Any) -> None:
         self.kind = kind
+        adapter = TypeAdapter[T](kind)
+        # Classes of the openai package build their schemas when they are first used.
+        adapter.rebuild()
         # Validators of the classes inside this one were built before and would not stop.
         self._validator = pydantic_core.SchemaValidator(
-            _stopping(TypeAdapter(kind).core_schema), _use_prebuilt=False
+            _stopping(adapter.core_schema), _use_prebuilt=False
         )
 
     def validate(self, value: Any) -> T:

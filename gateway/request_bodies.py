@@ -24,8 +24,8 @@ _MAX_FIELDS = 64
 # The coordinator's limits.
 MAX_MESSAGES, _MAX_LOGIT_BIASES = 4096, 1024
 MAX_TOOLS = 1024
-# Parts of a turn of another API, which cost more to validate.
-MAX_PARTS = 4096
+# Parts of all turns of another API: to validate one takes up to 20 us.
+MAX_PARTS = 16384
 # Fields that clients send with tools, earlier turns and their tool calls, because the answer of
 # another server had them or to mark a part of the prompt for a cache. No chat template reads them.
 # The text of `reasoning_details` and `thinking_blocks` is also in the turn's reasoning.

@@ -61,7 +61,7 @@ WRONG_RESPONSES = {
     ),
     "parts of reasoning": (
         {"input": [{"type": "reasoning", "id": "r", "summary": [1] * NUM_WRONG}]},
-        "input",
+        "input[0].summary[0]",
     ),
     "results of calls": (
         {"input": [{"type": "function_call_output", "call_id": "c", "output": [X] * NUM_WRONG}]},
@@ -118,25 +118,26 @@ def test_entries_behind_a_wrong_one_are_not_validated(monkeypatch):
     assert validated == [0, 1]
 
 
+FUNCTION = {"type": "function", "name": "f"}
+SPACE = {"type": "namespace", "name": "s", "description": "d", "tools": [FUNCTION] * 8}
+
+
 @pytest.mark.parametrize(
     ("convert", "param"),
     [
-        (lambda many: as_chat(input=[turn()] * many), "input"),
-        (lambda many: as_chat(input=[turn(*[1] * many)]), "input[0].content"),
-        (lambda many: as_chat(tools=[X] * many + [{"type": "function"}] * many), "tools"),
-        (
-            lambda many: as_chat(tools=[{"type": "namespace", "tools": [1] * many}]),
-            "tools[0].tools",
-        ),
-        (lambda many: message_as_chat(*[turn()] * many), "messages"),
-        (lambda many: message_as_chat(turn(*[1] * many)), "messages[0].content"),
-        (lambda many: message_as_chat(system=[1] * many), "system"),
-        (lambda many: message_as_chat(tools=[1] * many), "tools"),
+        (lambda: as_chat(input=[turn()] * 4097), "input"),
+        (lambda: as_chat(input=[turn(*[1] * 5)] * 3300), "input"),
+        (lambda: as_chat(tools=[FUNCTION] * 1025), "tools"),
+        (lambda: as_chat(tools=[SPACE] * 129), "tools"),
+        (lambda: message_as_chat(*[turn()] * 4097), "messages"),
+        (lambda: message_as_chat(*[turn(*[1] * 5)] * 3300), "messages"),
+        (lambda: message_as_chat(system=[1] * 16385), "system"),
+        (lambda: message_as_chat(tools=[1] * 1025), "tools"),
     ],
 )
 def test_the_number_of_entries_is_limited(convert, param):
-    with pytest.raises(HttpError, match=r"at most (4096|1024)$") as refused:
-        convert(4097)
+    with pytest.raises(HttpError, match=r"at most (4096|16384|1024)$") as refused:
+        convert()
     assert refused.value.param == param
 
 

@@ -1120,7 +1120,7 @@ async def test_errors_of_responses_have_openais_form(gateway):
             [{"role": "user", "content": [{"type": "input_text", "text": 5}]}],
             "input[0].content[0].text",
         ),
-        ("input", [{"type": "reasoning", "id": "r", "summary": [1]}], "input"),
+        ("input", [{"type": "reasoning", "id": "r", "summary": [1]}], "input[0].summary[0]"),
         ("tools", 5, "tools"),
         ("tools", [{"type": "function"}], "tools[0].name"),
         ("tools", [{"name": "f"}], "tools[0].type"),
