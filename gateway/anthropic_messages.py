@@ -364,21 +364,33 @@ def _check_results(messages: Sequence[AnthropicMessage]) -> None:
 
     Raises:
         HttpError: The last message has one. In earlier ones, which a client cannot take back, a
-            text says that it is left out.
+            text says that it is left out. Or a part has a field of a wrong type.
     """
     for number, message in enumerate(messages):
         blocks = message.content if isinstance(message.content, list) else []
         for index, block in enumerate(blocks):
             parts = block.content if isinstance(block.content, list) else []
             for place, part in enumerate(parts):
+                path = f"messages[{number}].content[{index}].content[{place}]"
                 kind = part.get("type")
                 if kind in _RESULT_PARTS:
-                    continue
-                if number < len(messages) - 1:
+                    _check_fields(path, part)
+                elif number < len(messages) - 1:
                     parts[place] = {"type": "text", "text": f"[{kind} left out]"}
                 else:
-                    path = f"messages[{number}].content[{index}].content[{place}].type"
-                    raise invalid_value(path, kind, f"must be {' or '.join(_RESULT_PARTS)}")
+                    allowed = f"must be {' or '.join(_RESULT_PARTS)}"
+                    raise invalid_value(f"{path}.type", kind, allowed)
+
+
+def _check_fields(path: str, part: dict[str, Any]) -> None:
+    """Raises HttpError if a part of a result has a field of another type than the converter reads.
+
+    vLLM's class takes any objects as parts.
+    """
+    if part["type"] == "text" and not isinstance(part.get("text", ""), str):
+        raise invalid_value(f"{path}.text", part["text"], "must be a text")
+    if part["type"] == "image" and not isinstance(part.get("source", {}), dict):
+        raise invalid_value(f"{path}.source", part["source"], "must be an object")
 
 
 def _with_references_as_text(turns: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -202,3 +202,19 @@ def test_calls_of_tools_that_are_left_out_are_left_out():
     assert told[2]["content"] == "kept"
     with pytest.raises(HttpError, match=r"^input\[1\]\.type is 'x'; "):
         as_chat(input=[search, X])
+
+
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        ({"type": "text", "text": 5}, "text"),
+        ({"type": "text", "text": None}, "text"),
+        ({"type": "image", "source": 5}, "source"),
+        ({"type": "image", "source": None}, "source"),
+    ],
+)
+def test_a_part_of_a_result_with_a_wrong_type_is_refused(part, field):
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [part]}
+    with pytest.raises(HttpError) as refused:
+        message_as_chat(turn(result), turn({"type": "text", "text": "And?"}))
+    assert refused.value.param == f"messages[0].content[0].content[0].{field}"
