@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from baton.coordinator.routing.least_loaded import LeastLoaded
-from baton.coordinator.routing.worker_load import WorkerLoad
+from baton.coordinator.routing.worker_load import Latency, WorkerLoad
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.step_budget import StepTargets
@@ -30,6 +31,7 @@ class LoadIndex:
     Attributes:
         step_targets: Targets of the workers' steps in an elastic cell; None elsewhere.
         entries: Load entries, read-only for callers; `add` and `remove` change them.
+        kinds: number of workers by latency model and block size.
         open_prefill, open_decode: bit masks of the workers that can take another request.
         num_prefill_workers: number of workers in the prefill pool, including full workers.
         by_queue: prefill workers ordered by the time when their prefill work is done.
@@ -50,6 +52,7 @@ class LoadIndex:
         self.now = 0.0
         self._max_prefills, self._max_decodes = max_prefill_requests, max_decode_requests
         self.entries: dict[WorkerKey, WorkerLoad] = {}
+        self.kinds: Counter[tuple[Latency, int]] = Counter()
         self._pools: dict[WorkerKey, Pool] = {}
         self._groups: list[list[WorkerLoad]] = []
         self.open_prefill = self.open_decode = 0
@@ -113,6 +116,7 @@ class LoadIndex:
         """Adds a worker that is in no pool yet."""
         assert entry.key not in self.entries
         self.entries[entry.key] = entry
+        self.kinds[_kind_of(entry)] += 1
         self._regroup()
 
     def set_pool(self, worker: WorkerKey, pool: Pool | None) -> None:
@@ -137,7 +141,10 @@ class LoadIndex:
 
     def remove(self, worker: WorkerKey) -> None:
         self.set_pool(worker, None)
-        del self.entries[worker]
+        kind = _kind_of(self.entries.pop(worker))
+        self.kinds[kind] -= 1
+        if not self.kinds[kind]:
+            del self.kinds[kind]
         self._regroup()
 
     def fastest_on(self, host_id: str) -> WorkerKey | None:
@@ -211,7 +218,12 @@ class LoadIndex:
                 assert self.by_room.load(worker) == -entry.free_tokens
                 assert (worker in self.by_itl_apart) == (entry.num_urgent == 0)
                 assert worker in self._by_host[entry.traits.host_id]
+        assert self.kinds == Counter(map(_kind_of, self.entries.values()))
         assert (self.open_prefill, self.open_decode) == (prefills, decodes)
         assert len(self.by_queue) == prefills.bit_count()
         assert len(self.by_itl) == len(self.by_room) == decodes.bit_count()
         assert sum(map(len, self._by_host.values())) == decodes.bit_count()
+
+
+def _kind_of(entry: WorkerLoad) -> tuple[Latency, int]:
+    return entry.traits.latency, entry.traits.block_size_tokens

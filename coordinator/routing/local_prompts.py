@@ -6,12 +6,10 @@ the longer step does not slow down its running requests too much.
 
 from __future__ import annotations
 
-from collections import Counter
-
 from baton.coordinator.routing.choices import DecodeChoice
 from baton.coordinator.routing.prefix_match import PrefixMatch
 from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import Latency, WorkerLoad, WorkerTraits
+from baton.coordinator.routing.worker_load import WorkerLoad
 from baton.coordinator.state.lanes import Lane
 from baton.v1 import common_pb2
 
@@ -34,19 +32,6 @@ class LocalPrompts:
 
     def __init__(self, router: Router, itl_target_s: float) -> None:
         self._router, self._itl_target_s = router, itl_target_s
-        # Number of workers by (latency model, block size).
-        self._kinds: Counter[tuple[Latency, int]] = Counter()
-
-    def attach(self, traits: WorkerTraits) -> None:
-        """Adds a worker of any role."""
-        self._kinds[traits.latency, traits.block_size_tokens] += 1
-
-    def detach(self, traits: WorkerTraits) -> None:
-        """Removes a worker."""
-        kind = traits.latency, traits.block_size_tokens
-        self._kinds[kind] -= 1
-        if not self._kinds[kind]:
-            del self._kinds[kind]
 
     def may_pay(self, num_tokens: int, match: PrefixMatch, there_s: float) -> bool:
         """Whether any decode worker could be sooner than the prefill worker; a cheap first check.
@@ -59,7 +44,7 @@ class LocalPrompts:
         held = self._router.longest_decode(match)
         least_s = min(
             latency.prefill_s(max(1, num_tokens - held.num_total * block_size))
-            for latency, block_size in self._kinds
+            for latency, block_size in self._router.loads.kinds
         )
         return least_s <= there_s * _LOCAL_SHARE
 

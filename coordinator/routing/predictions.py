@@ -7,12 +7,11 @@ from array import array
 from collections.abc import Callable
 
 from baton.coordinator.routing.batch_prompts import BatchPrompts
-from baton.coordinator.routing.elastic import ElasticRule
 from baton.coordinator.routing.output_lengths import OutputLengths, max_output_tokens
-from baton.coordinator.routing.prefix_match import HeldPrefix, PrefixMatch
+from baton.coordinator.routing.placement_rule import PlacementRule
+from baton.coordinator.routing.prefix_match import HeldPrefix
 from baton.coordinator.routing.prompt_blocks import PromptBlocks
 from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.strict import StrictRule
 from baton.coordinator.routing.worker_load import WorkerLoad
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.requests import Prediction, Request, Submission
@@ -38,7 +37,7 @@ class Predictions:
     def __init__(
         self,
         router: Router,
-        rule: ElasticRule | StrictRule,
+        rule: PlacementRule,
         workers: AttachedWorkers,
         prompts: PromptBlocks,
         batch_prompts: BatchPrompts,
@@ -128,33 +127,7 @@ class Predictions:
             computes prompts.
         """
         num_tokens, session = len(submission.prompt_token_ids), submission.session
-        match = self._router.match(hashes)
-        if isinstance(self._rule, StrictRule):
-            # Workers that compute prompts have no decodes, so their work is that of idle workers.
-            choice = self._rule.soonest(match, num_tokens, session)
-            return choice.work_s if choice is not None else math.inf
-        # A fetch leaves as much to compute as the worker has that holds the prefix.
-        found = (
-            (entry.traits, entry.traits.hits(held, num_tokens).num_tokens)
-            for entry, held in self._rule.candidates(match, session)
-        )
-        return min(
-            (traits.latency.prefill_s(max(1, num_tokens - num_held)) for traits, num_held in found),
-            default=math.inf,
-        )
-
-    def next_token_s(self, request: Request, match: PrefixMatch) -> float:
-        """Predicted seconds until a request's next token if it were queued at a worker now.
-
-        Args:
-            request: the request.
-            match: prefix match of the request's prompt.
-
-        Returns:
-            Seconds; infinite if no worker computes prompts.
-        """
-        choice = self._rule.soonest(match, request.num_prefill_tokens, request.submission.session)
-        return choice.predicted_s if choice is not None else math.inf
+        return self._rule.alone_s(self._router.match(hashes), num_tokens, session)
 
     def remaining_output_s(self, request: Request) -> float:
         """Predicted seconds that a request needs for the rest of its output on its present worker.
@@ -182,9 +155,12 @@ class Predictions:
         Returns:
             Seconds; infinite if no worker computes prompts.
         """
+        match, session = self._prompts.match(request), request.submission.session
+        choice = self._rule.soonest(match, request.num_prefill_tokens, session)
+        if choice is None:
+            return math.inf
         speed = self._router.prompt_speed
-        queued_s = waiting_s / speed if speed else 0.0
-        return self.next_token_s(request, self._prompts.match(request)) + queued_s
+        return choice.predicted_s + (waiting_s / speed if speed else 0.0)
 
     def _unmeasured_prefill_s(self, num_tokens: int) -> float:
         """Prefill seconds by the configured latency model, without any cached prefix."""

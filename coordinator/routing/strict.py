@@ -1,302 +1,153 @@
-"""The placement rule of workers with fixed roles: it chooses a prefill and a decode worker.
+"""The placement rule of workers with fixed roles.
 
-Every cost is in seconds: cached prefixes are weighed against queued work. Every choice compares
-only a few candidates: the workers with the longest cached prefixes, the session's last worker and
-the least loaded worker. Therefore a decision costs the same with ten workers and with a thousand.
+A prompt goes to a prefill worker and its output to a decode worker, with a handoff between them.
+A request runs on the decode worker alone if a handoff is impossible, or if the decode worker
+computes the prompt much sooner without delaying others (conditional disaggregation).
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
-from baton.coordinator.routing.choices import DecodeChoice, PrefillChoice
-from baton.coordinator.routing.prefix_fetches import PrefixFetches
-from baton.coordinator.routing.prefix_match import NUM_HOLDERS, HeldPrefix, PrefixMatch
+from baton.coordinator.routing.choices import DecodeChoice, NoPlacement, Placement, PrefillChoice
+from baton.coordinator.routing.handoffs import Handoffs
+from baton.coordinator.routing.local_prompts import LocalPrompts
+from baton.coordinator.routing.pool_choices import QUEUE_LIMITS, PoolChoices
+from baton.coordinator.routing.prefix_match import PrefixMatch
+from baton.coordinator.routing.prompt_blocks import PromptBlocks
+from baton.coordinator.routing.request_needs import RequestNeeds
 from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import NO_QUEUE_LIMIT, PromptHits, QueueLimit, WorkerLoad
-from baton.coordinator.state.requests import SessionKey, WorkerKey
-
-# Extra weight of a second of prefill work compared with a second of waiting. Waiting delays only
-# this request. Recomputing a prefix that another worker has cached also delays later requests and
-# evicts other prefixes from the cache.
-_WORK_WEIGHT = 4.0
-# Batch requests are packed onto a worker with urgent requests only if its steps are at most this
-# many times as long as on the fastest worker.
-_PACKED_ITL = 1.15
-
-
-class _Target(NamedTuple):
-    """A decode worker with room for a request.
-
-    Attributes:
-        entry: load of the worker.
-        itl_s: predicted seconds per step with the request.
-        num_kv_tokens: KV tokens that the request needs.
-        hits: tokens of the request that the worker holds.
-    """
-
-    entry: WorkerLoad
-    itl_s: float
-    num_kv_tokens: int
-    hits: PromptHits
+from baton.coordinator.routing.worker_load import WorkerLoad
+from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.requests import Request, SessionKey
+from baton.coordinator.state.workers import AttachedWorkers
 
 
 class StrictRule:
-    """Chooses the workers of a request by their roles.
+    """The PlacementRule of workers with fixed roles.
 
     Args:
+        config: Limits and targets.
         router: Router of one fleet's workers.
-        fetches: Fetches between these workers.
+        workers: The same workers.
+        prompts: Block hashes of prompts.
+        needs: Needs of the fleet's requests.
+        handoffs: Handoffs between these workers.
+        choices: Choices among these workers.
     """
 
-    def __init__(self, router: Router, fetches: PrefixFetches) -> None:
-        self._router, self._fetches = router, fetches
+    def __init__(
+        self,
+        config: CoreConfig,
+        router: Router,
+        workers: AttachedWorkers,
+        prompts: PromptBlocks,
+        needs: RequestNeeds,
+        handoffs: Handoffs,
+        choices: PoolChoices,
+    ) -> None:
+        self._router, self._workers, self._prompts = router, workers, prompts
+        self._needs, self._handoffs, self._choices = needs, handoffs, choices
+        self._may_compute_locally = config.local_prefill
+        self._itl_target_s = config.lanes.interactive.itl_ms / 1e3
+        self._local_prompts = LocalPrompts(router, self._itl_target_s)
+
+    def place(self, request: Request) -> Placement | NoPlacement:
+        """Returns the workers for a request whose turn it is, or why it waits."""
+        match = self._prompts.match(request)
+        prefill = self._choices.choose_prefill(
+            match,
+            request.num_prefill_tokens,
+            request.submission.session,
+            QUEUE_LIMITS[self._needs.prompt_lane(request)],
+            may_fetch=self._needs.may_fetch(request),
+        )
+        if prefill is not None and self._needs.most_output_tokens(request) == 1:
+            return Placement(prefill, None)
+        local = self._choose_local(request, match, prefill)
+        if local is not None:
+            return Placement(None, local)
+        if prefill is None:
+            return NoPlacement.FULL
+        needs = self._needs.decode(request)
+        decode = self._choices.choose_decode(match, needs, prefill=prefill.worker)
+        if decode is None:
+            return NoPlacement.FULL
+        if (split := self._handoffs.plan(request, prefill, decode)) is not None:
+            return split
+        unsplit = self._choices.choose_decode(match, needs)
+        return Placement(None, unsplit) if unsplit is not None else NoPlacement.FULL
+
+    def begins(self, request: Request, placement: Placement) -> None:
+        """Counts the long gaps that a decode worker's outputs get from a prompt of its own."""
+        if placement.prefill is None and placement.decode is not None:
+            self._local_prompts.begins(placement.decode)
+
+    def room_at(self, request: Request) -> float:
+        """Predicts when the idlest prefill worker has room for a prompt; see PlacementRule."""
+        idlest = self._router.idlest_prefill()
+        if idlest is None:
+            return math.inf
+        return idlest.room_at(QUEUE_LIMITS[self._needs.prompt_lane(request)], self._router.now)
+
+    def takes_prompt(self, request: Request) -> bool:
+        """Whether a prefill worker has room for the prompt, or a decode worker computes it."""
+        if len(request.token_ids) and not self._router.num_prefill_workers:
+            return True
+        match = self._prompts.match(request)
+        limit = QUEUE_LIMITS[self._needs.prompt_lane(request)]
+        return self._choices.takes_prompt(match, request.submission.session, limit)
+
+    def is_crowded(self, entry: WorkerLoad) -> bool:
+        """Whether steps exceed the ITL target of a worker with several batch outputs."""
+        return (
+            entry.num_urgent < entry.num_decodes - 1 and entry.itl_with_s(0, 0) > self._itl_target_s
+        )
 
     def soonest(
         self, match: PrefixMatch, num_tokens: int, session: SessionKey | None
     ) -> PrefillChoice | None:
-        """Returns where a prompt would be computed if it were queued at a worker now."""
-        return self.choose_prefill(match, num_tokens, session)
+        """Returns where a prompt's first token would come soonest; see PlacementRule."""
+        return self._choices.choose_prefill(match, num_tokens, session)
 
-    def choose_prefill(
-        self,
-        match: PrefixMatch,
-        num_tokens: int,
-        session: SessionKey | None = None,
-        limit: QueueLimit = NO_QUEUE_LIMIT,
-        *,
-        may_fetch: bool = True,
-    ) -> PrefillChoice | None:
-        """The prefill worker with the least cost: queue and load time plus weighted prefill work.
+    def alone_s(self, match: PrefixMatch, num_tokens: int, session: SessionKey | None) -> float:
+        """Predicted seconds to compute a prompt on an idle worker; see PlacementRule."""
+        # Workers that compute prompts have no decodes, so their work is that of idle workers.
+        choice = self.soonest(match, num_tokens, session)
+        return choice.work_s if choice is not None else math.inf
 
-        Among workers with equal costs the session's last worker comes first, then the worker with
-        the longest prefix, then the least loaded worker.
-
-        Args:
-            match: prefix match of the prompt.
-            num_tokens: tokens of the prompt.
-            session: the session; None means no session.
-            limit: limit of the work queued on the worker. Requests beyond it wait in the
-                coordinator, where they can still be reordered.
-            may_fetch: whether the worker may fetch the prompt's beginning from another worker.
-
-        Returns:
-            None if every worker is full.
-        """
-        loads = self._router.loads
-        best: PrefillChoice | None = None
-        least, factor = math.inf, 1 + _WORK_WEIGHT
-        sources = self._fetches.sources(match) if may_fetch else {}
-        for worker, held in self._prefill_candidates(match, session).items():
-            entry = loads.entries[worker]
-            traits = entry.traits
-            if entry.is_full(limit, self._router.now):
-                continue
-            size = traits.block_size_tokens
-            # The worker always computes the last token, because it yields the first output token.
-            hits = traits.hits(held, (num_tokens - 1) // size * size)
-            work_s = traits.latency.prefill_s(num_tokens - hits.num_tokens)
-            queued_s = entry.queued_s(self._router.now)
-            wait_s = queued_s + entry.load_s(hits.num_host, hits.num_disk, self._router.now)
-            cost = wait_s + work_s * factor
-            own = PrefillChoice(
-                worker, wait_s + work_s, work_s, num_tokens - hits.num_tokens, *hits
-            )
-            if cost < least:
-                least, best = cost, own
-            if not sources:
-                continue
-            if (fetch := self._fetches.best(match, sources, entry, num_tokens, hits)) is not None:
-                work_s = traits.latency.prefill_s(num_tokens - fetch.num_tokens)
-                # The prompt is fetched while the worker computes the prompts ahead of it.
-                wait_s = max(queued_s, fetch.fetch_s)
-                if wait_s + work_s * factor < least:
-                    least = wait_s + work_s * factor
-                    best = self._fetches.choice(own, fetch, work_s)._replace(
-                        predicted_s=wait_s + work_s
-                    )
-        return best
-
-    def prefill_candidates(
-        self, match: PrefixMatch, session: SessionKey | None = None
-    ) -> list[WorkerLoad]:
-        """The loads of the workers that `choose_prefill` compares."""
-        return [self._router.loads.entries[one] for one in self._prefill_candidates(match, session)]
-
-    def _prefill_candidates(
-        self, match: PrefixMatch, session: SessionKey | None
-    ) -> dict[WorkerKey, HeldPrefix]:
-        """The workers that `choose_prefill` compares, with the prefix that each holds."""
-        loads, sticky = self._router.loads, self._router.last_of(session).prefill
-        candidates: dict[WorkerKey, HeldPrefix] = {}
-        if sticky is not None and sticky in loads.by_queue:
-            candidates[sticky] = match.held_by(sticky)
-        candidates |= match.holders(NUM_HOLDERS, loads.open_prefill)
-        idlest = loads.by_queue.least()
-        if idlest is not None and idlest not in candidates:
-            candidates[idlest] = match.held_by(idlest)
-        return candidates
-
-    def choose_decode(
-        self,
-        match: PrefixMatch,
-        num_tokens: int,
-        num_output_tokens: int,
-        *,
-        prefill: WorkerKey | None = None,
-        session: SessionKey | None = None,
-        max_itl_s: float = math.inf,
-        yields: bool = False,
+    def _choose_local(
+        self, request: Request, match: PrefixMatch, prefill: PrefillChoice | None
     ) -> DecodeChoice | None:
-        """The worker with the least predicted time for the whole output, including the handoff.
+        """The decode worker that should compute the prompt itself; None if that is not better.
 
         Args:
-            match: prefix match of the prompt.
-            num_tokens: tokens of the prompt and of the output generated so far.
-            num_output_tokens: expected number of further output tokens (OutputLengths).
-            prefill: the worker that computes the prompt; None: the decode worker itself.
-            session: the session; None means no session.
-            max_itl_s: desired maximum step time on a worker that also runs other requests. If it is
-                exceeded on all workers, the request goes to the fastest worker.
-            yields: whether this is a batch request. A batch request is not placed on a worker
-                that exceeds `max_itl_s` and runs both urgent requests and another batch request.
-                It prefers a worker with other batch requests to the fastest worker.
-
-        Returns:
-            None if no worker has room for the prompt and the expected output.
+            request: the request.
+            match: prefix match of the request's prompt.
+            prefill: the prefill worker for the prompt; None: all are full.
         """
-        source = self._router.loads.get(prefill)
-        best: _Target | None = None
-        least = True, math.inf
-        for worker, held in self._decode_candidates(match, session, source, apart=yields).items():
-            entry = self._router.loads.entries[worker]
-            found = self._target(entry, held, num_tokens, num_output_tokens)
-            if found is None:
-                continue
-            is_slow = found.itl_s > max_itl_s and entry.num_decodes > 0
-            if yields and is_slow and not entry.may_yield:
-                continue
-            cost = found.itl_s * num_output_tokens + self._begin_s(source, found, num_tokens)
-            if (is_slow and not yields, cost) < least:
-                least, best = (is_slow and not yields, cost), found
-        if best is None:
+        if not self._router.num_prefill_workers:
+            # A client waits for the rest of an output, so a decode worker recomputes the prompt.
+            has_output = len(request.token_ids) > 0
+            return (
+                self._choices.choose_decode(match, self._needs.decode(request))
+                if has_output
+                else None
+            )
+        if not self._may_compute_locally:
             return None
-        packed = self._router.packed if yields else None
-        if packed is not None and packed.key in self._router.loads.by_itl:
-            held = match.held_by(packed.key)
-            found = self._target(packed, held, num_tokens, num_output_tokens)
-            if found is not None and self._joins(found, best, source, max_itl_s):
-                best = found
-        return DecodeChoice(
-            best.entry.key,
-            best.itl_s,
-            best.num_kv_tokens,
-            best.hits.num_cached,
-            num_tokens,
-            best.hits.num_host,
-            best.hits.num_disk,
-        )
-
-    def _decode_candidates(
-        self,
-        match: PrefixMatch,
-        session: SessionKey | None,
-        source: WorkerLoad | None,
-        *,
-        apart: bool,
-    ) -> dict[WorkerKey, HeldPrefix]:
-        """The workers that `choose_decode` compares, with the prefix that each holds.
-
-        These are: the session's last worker, the workers with the longest prefixes, the fastest
-        worker, the worker with most room (if it has no room, no worker has), the fastest worker on
-        the prefill worker's host, and for a batch request (`apart`) the fastest worker without
-        urgent requests.
-        """
-        loads, sticky = self._router.loads, self._router.last_of(session).decode
-        candidates: dict[WorkerKey, HeldPrefix] = {}
-        if sticky is not None and sticky in loads.by_itl:
-            candidates[sticky] = match.held_by(sticky)
-        candidates |= match.holders(NUM_HOLDERS, loads.open_decode)
-        near = loads.fastest_on(source.traits.host_id) if source is not None else None
-        alone = loads.by_itl_apart.least() if apart else None
-        for idle in (loads.by_itl.least(), loads.by_room.least(), near, alone):
-            if idle is not None and idle not in candidates:
-                candidates[idle] = match.held_by(idle)
-        return candidates
-
-    @staticmethod
-    def _target(
-        entry: WorkerLoad, held: HeldPrefix, num_tokens: int, num_output_tokens: int
-    ) -> _Target | None:
-        """Predicted step time and KV use of a request on a worker; None if it has no room.
-
-        Args:
-            entry: load of the worker.
-            held: prefix of the prompt that the worker holds.
-            num_tokens: tokens of the prompt and of the output generated so far.
-            num_output_tokens: expected number of further output tokens.
-        """
-        needed = entry.in_blocks(num_tokens + num_output_tokens)
-        # An empty worker takes any request; the engine refuses a request that is too large for it.
-        if needed > entry.free_tokens and entry.num_decodes:
+        there_s = prefill.predicted_s if prefill is not None else math.inf
+        if not self._local_prompts.may_pay(request.num_tokens, match, there_s):
+            # This cheap check rejects nearly every request, without choosing a decode worker.
             return None
-        hits = entry.traits.hits(held, num_tokens)
-        return _Target(entry, entry.itl_with_s(1, needed), needed, hits)
-
-    def _joins(
-        self, packed: _Target, best: _Target, source: WorkerLoad | None, max_itl_s: float
-    ) -> bool:
-        """Whether a batch request joins the previous batch request instead of the fastest worker.
-
-        A request that joins a worker waits for the end of the running step, on average half a step.
-        Batch requests keep a worker busy all the time. Packing them on few workers leaves other
-        workers idle for urgent requests. They are not packed if that loses a cached prefix or
-        makes the handoff cross hosts.
-        """
-        entry, other = packed.entry, best.entry
-        if entry.num_decodes == entry.num_urgent or packed.itl_s > max_itl_s:
-            return False
-        if entry.num_urgent and packed.itl_s > _PACKED_ITL * best.itl_s:
-            return False
-        is_near = source is not None and source.traits.host_id == other.traits.host_id
-        return packed.hits.num_cached >= best.hits.num_cached and (
-            not is_near or entry.traits.host_id == other.traits.host_id
-        )
-
-    def _begin_s(self, source: WorkerLoad | None, target: _Target, num_tokens: int) -> float:
-        """Seconds until the target has a prompt of `num_tokens` tokens.
-
-        It gets the tokens that it has not cached by handoff, or loads and computes them.
-        """
-        traits = target.entry.traits
-        if source is None:
-            return target.entry.prompt_s(num_tokens, target.hits, self._router.now)
-        near = source.traits.host_id == traits.host_id
-        num_bytes = (num_tokens - target.hits.num_cached) * source.traits.kv_bytes_per_token
-        return self._router.transfers.handoff_s(
-            (source.key, target.entry.key), num_bytes, near=near
-        )
-
-    def by_handoff(self, worker: WorkerKey, to: WorkerKey, num_tokens: int) -> PrefillChoice:
-        """Predicts the cost for a worker to hand over a request that it was decoding.
-
-        The worker recomputes the tokens of the last block that is not full.
-
-        Args:
-            worker: worker of any pool; its engine keeps the KV blocks it has computed.
-            to: worker that continues the request.
-            num_tokens: tokens of the prompt and of the output generated so far.
-        """
-        entry = self._router.loads.entries[worker]
-        traits = entry.traits
-        cached = (num_tokens - 1) // traits.block_size_tokens * traits.block_size_tokens
-        work_s = traits.latency.prefill_s(num_tokens - cached)
-        # This handoff is sent after the computation; other handoffs are sent during the prefill.
-        num_bytes = num_tokens * traits.kv_bytes_per_token
-        sent_s = self._router.transfers.handoff_s(
-            (worker, to), num_bytes, near=self._router.near(worker, to)
-        )
-        step_s = entry.itl_with_s(0, 0) if entry.num_decodes else 0.0
-        predicted_s = entry.queued_s(self._router.now) + step_s + work_s + sent_s
-        return PrefillChoice(entry.key, predicted_s, work_s, num_tokens - cached, cached)
+        choice = self._choices.choose_decode(match, self._needs.decode(request))
+        if choice is None:
+            return None
+        worker, entry = self._workers.get(choice.worker), self._router.load(choice.worker)
+        if worker is None or entry is None or worker.ledger.local_prompt is not None:
+            return None
+        if prefill is None:
+            soonest = self.soonest(match, request.num_prefill_tokens, request.submission.session)
+            there_s = soonest.predicted_s if soonest is not None else math.inf
+        lane = self._needs.prompt_lane(request)
+        return choice if self._local_prompts.pays(choice, entry, there_s, lane) else None

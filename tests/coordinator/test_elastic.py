@@ -1,4 +1,4 @@
-"""The placement rule of elastic cells, on one router."""
+"""The choice of workers in elastic cells, on one router."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, replace
 
 import pytest
-from placement_rules import elastic_rule
 from virtual_cell import VirtualCell, WorkerShape
+from worker_choices import elastic_choices
 
 from baton.coordinator.routing.choices import NoPlacement, PrefillChoice
-from baton.coordinator.routing.elastic import Demand
+from baton.coordinator.routing.elastic_choices import Demand
 from baton.coordinator.routing.prompt_demand import PromptDemand
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerTraits
@@ -62,14 +62,14 @@ def is_placed(found) -> bool:
 
 
 class Cell:
-    """A router with workers, the rule, and the requests that were placed."""
+    """A router with workers, the choices, and the requests that were placed."""
 
     def __init__(
         self, *workers: str, kv_tokens: int = 65536, itl_s: float = ITL_S, longest_gap: float = 1.2
     ) -> None:
         self.router = Router(256, 256, StepTargets(itl_s, longest_gap * itl_s, 0.2))
         self.prompts = PromptDemand()
-        self.rule = elastic_rule(self.router, prompts=self.prompts)
+        self.choices = elastic_choices(self.router, prompts=self.prompts)
         for name in workers:
             traits = WorkerTraits(FixedLatency(), "h", kv_tokens, BLOCK)
             pool = Pool.PREFILL if name.startswith("prefill") else Pool.DECODE
@@ -80,7 +80,7 @@ class Cell:
         return self.router.match(block_hashes(list(prompt), BLOCK))
 
     def place(self, num_tokens: int = 1000, prompt=(), **demand):
-        return self.rule.place(self.match(prompt), self.demand(num_tokens, **demand))
+        return self.choices.place(self.match(prompt), self.demand(num_tokens, **demand))
 
     def is_late(self, num_tokens: int, due_in_s: float) -> bool:
         demand = {"due_in_s": due_in_s, "others_go_first_if_late": True}
@@ -413,7 +413,7 @@ def test_an_output_stays_where_its_prompt_is_read_if_a_handoff_might_cost_its_ta
 
 def test_a_large_cell_is_divided_into_groups_that_share_the_load():
     cell = Cell(*(f"w{number}" for number in range(80)))
-    assert len(cell.rule.candidates(cell.match(), "")) == 27
+    assert len(cell.choices.candidates(cell.match(), "")) == 27
     decoders = {cell.start().decoder.worker for _ in range(3 * MOST)}
     # Each group packs its outputs on one worker.
     assert len(decoders) == 3

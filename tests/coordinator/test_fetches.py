@@ -7,10 +7,10 @@ import math
 import random
 
 import pytest
-from placement_rules import elastic_rule, strict_rule
+from worker_choices import elastic_choices, pool_choices
 
 from baton.coordinator.routing.choices import NoPlacement, PrefillChoice
-from baton.coordinator.routing.elastic import Demand
+from baton.coordinator.routing.elastic_choices import Demand
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.transfers import Transfers
 from baton.coordinator.routing.worker_load import WorkerTraits
@@ -70,9 +70,9 @@ def queue(found: Router, name: str, seconds: float, number: int = 1) -> None:
 def both(found: Router) -> list[PrefillChoice]:
     """The readers that the two kinds of cells choose."""
     match = found.match(block_hashes(PROMPT, BLOCK))
-    placed = elastic_rule(found).place(match, DEMAND)
+    placed = elastic_choices(found).place(match, DEMAND)
     assert not isinstance(placed, NoPlacement)
-    return [strict_rule(found).choose_prefill(match, len(PROMPT)), placed.reader]
+    return [pool_choices(found).choose_prefill(match, len(PROMPT)), placed.reader]
 
 
 @pytest.mark.parametrize("tier", [DEVICE, HOST])

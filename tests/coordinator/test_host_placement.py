@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from placement_rules import elastic_rule, strict_rule
+from worker_choices import elastic_choices, pool_choices
 
 from baton.coordinator.routing.choices import PrefillChoice
-from baton.coordinator.routing.elastic import Demand
+from baton.coordinator.routing.elastic_choices import Demand
 from baton.coordinator.routing.prefix_match import HeldPrefix
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import PromptHits, WorkerLoad, WorkerTraits
@@ -91,7 +91,7 @@ def test_blocks_on_disk_take_longer_than_those_in_host_memory():
     holds(found, "b", 150, cluster_pb2.CACHE_TIER_DISK)
     holds(found, "c", 150, cluster_pb2.CACHE_TIER_HOST)
     match = found.match(block_hashes(PROMPT, BLOCK))
-    assert strict_rule(found, fetches=False).choose_prefill(match, len(PROMPT)).worker == ("c", 1)
+    assert pool_choices(found, fetches=False).choose_prefill(match, len(PROMPT)).worker == ("c", 1)
 
 
 @pytest.mark.parametrize("tier", _TIERS)
@@ -99,14 +99,14 @@ def test_a_worker_that_holds_the_prefix_in_any_tier_is_preferred(tier):
     found = router("a", "b", "c")
     holds(found, "b", 150, tier)
     match = found.match(block_hashes(PROMPT, BLOCK))
-    choice = strict_rule(found, fetches=False).choose_prefill(match, len(PROMPT))
+    choice = pool_choices(found, fetches=False).choose_prefill(match, len(PROMPT))
     assert choice.worker == ("b", 1)
     found_in = (choice.num_cached_tokens, choice.num_host_tokens, choice.num_disk_tokens)
     assert found_in == tuple(2400 if one == tier else 0 for one in _TIERS)
     assert choice.num_work_tokens == 800
     load_s = load_of(traits()).load_s(choice.num_host_tokens, choice.num_disk_tokens, 0.0)
     assert choice.predicted_s == pytest.approx(MODEL.prefill_s(800) + load_s)
-    placed = elastic_rule(found, fetches=False).place(match, DEMAND)
+    placed = elastic_choices(found, fetches=False).place(match, DEMAND)
     assert placed.reader == choice
 
 
@@ -116,8 +116,8 @@ def test_blocks_on_the_device_are_preferred_to_blocks_in_host_memory():
     holds(found, "b", 150, cluster_pb2.CACHE_TIER_UNSPECIFIED)
     holds(found, "c", 150, cluster_pb2.CACHE_TIER_HOST)
     match = found.match(block_hashes(PROMPT, BLOCK))
-    assert strict_rule(found, fetches=False).choose_prefill(match, len(PROMPT)).worker == ("b", 1)
-    placed = elastic_rule(found, fetches=False).place(match, DEMAND)
+    assert pool_choices(found, fetches=False).choose_prefill(match, len(PROMPT)).worker == ("b", 1)
+    placed = elastic_choices(found, fetches=False).place(match, DEMAND)
     assert placed.reader.worker == ("b", 1)
 
 
@@ -125,22 +125,22 @@ def test_a_slow_load_is_not_preferred_to_computing():
     found = router("a", "b", host_bytes_per_s=1e8)
     holds(found, "b", 150, cluster_pb2.CACHE_TIER_HOST)
     match = found.match(block_hashes(PROMPT, BLOCK))
-    placed = elastic_rule(found, fetches=False).place(match, DEMAND)
+    placed = elastic_choices(found, fetches=False).place(match, DEMAND)
     assert placed.reader.worker == ("a", 1)
 
 
 @pytest.mark.parametrize("tier", [cluster_pb2.CACHE_TIER_HOST, cluster_pb2.CACHE_TIER_DISK])
 def test_a_worker_whose_loads_were_slow_gets_no_prompt_that_needs_one(tier):
     found = router("a", "b")
-    rule = elastic_rule(found, fetches=False)
+    choices = elastic_choices(found, fetches=False)
     holds(found, "b", 150, tier)
     match = found.match(block_hashes(PROMPT, BLOCK))
-    assert rule.place(match, DEMAND).reader.worker == ("b", 1)
+    assert choices.place(match, DEMAND).reader.worker == ("b", 1)
     slow, none = cluster_pb2.TierLoads(num_bytes=10**8, duration_us=10**6), cluster_pb2.TierLoads()
     loads = (slow, none) if tier == cluster_pb2.CACHE_TIER_HOST else (none, slow)
     found.report_loads(("b", 1), *loads)
-    assert rule.place(match, DEMAND).reader.worker == ("a", 1)
-    assert strict_rule(found, fetches=False).choose_prefill(match, len(PROMPT)).worker == ("a", 1)
+    assert choices.place(match, DEMAND).reader.worker == ("a", 1)
+    assert pool_choices(found, fetches=False).choose_prefill(match, len(PROMPT)).worker == ("a", 1)
 
 
 def test_a_tier_that_the_coordinator_does_not_know_is_ignored():
@@ -157,14 +157,14 @@ def test_a_host_hit_is_left_when_the_queue_is_longer_than_what_it_saves(num_queu
     for number in range(num_queued):
         found.assign_prefill(f"q{number}", queued, [])
     match = found.match(block_hashes(PROMPT, BLOCK))
-    rule = elastic_rule(found, fetches=False)
-    soonest = rule.soonest(match, len(PROMPT), "")
+    choices = elastic_choices(found, fetches=False)
+    soonest = choices.soonest(match, len(PROMPT), "")
     # The hit saves 2,400 tokens: 240 ms less 25 ms for the load.
     assert soonest.worker == (("b", 1) if num_queued <= 1 else ("a", 1))
     # Work counts more than waiting: computing the tokens again also delays others.
-    placed = rule.place(match, DEMAND)
+    placed = choices.place(match, DEMAND)
     assert placed.reader.worker == (("b", 1) if num_queued <= 1 else ("a", 1))
-    weighed = strict_rule(found, fetches=False).choose_prefill(match, len(PROMPT))
+    weighed = pool_choices(found, fetches=False).choose_prefill(match, len(PROMPT))
     assert weighed.worker == (("b", 1) if num_queued <= 8 else ("a", 1))
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from placement_rules import strict_rule
+from worker_choices import pool_choices
 
 from baton.coordinator.routing.choices import DecodeChoice, PrefillChoice
+from baton.coordinator.routing.request_needs import DecodeNeeds
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import NO_QUEUE_LIMIT, QueueLimit, WorkerTraits
 from baton.coordinator.state.pools import Pool
@@ -52,7 +53,7 @@ class Cluster:
         session = SessionKey(tenant, session_id) if session_id else None
         hashes = block_hashes(prompt, BLOCK)
         match = self.router.match(hashes)
-        choice = strict_rule(self.router).choose_prefill(match, len(prompt), session)
+        choice = pool_choices(self.router).choose_prefill(match, len(prompt), session)
         assert choice is not None
         self.router.assign_prefill(request, choice, hashes, session)
         self.prompts[request] = choice.worker, prompt
@@ -192,7 +193,7 @@ def test_full_gone_and_paused_workers_get_nothing() -> None:
     assert cluster.send("1", prompt(1)).worker == key("c")
     assert router.idlest_prefill() is None
     hashes = block_hashes(prompt(1), BLOCK)
-    assert strict_rule(router).choose_prefill(router.match(hashes), 320) is None
+    assert pool_choices(router).choose_prefill(router.match(hashes), 320) is None
     cluster.done("1")
     assert router.idlest_prefill().queued_s(router.now) == 0.0
     router.set_pool(key("b"), Pool.PREFILL)
@@ -214,10 +215,15 @@ def decode_router(*workers: tuple[str, WorkerTraits], max_requests: int = 256) -
 
 
 def decode(
-    router: Router, request: str, tokens: list[int], output: int = 100, **more: object
+    router: Router,
+    request: str,
+    tokens: list[int],
+    output: int = 100,
+    prefill: WorkerKey | None = None,
+    **more: object,
 ) -> DecodeChoice | None:
-    match = router.match(block_hashes(tokens, BLOCK))
-    choice = strict_rule(router).choose_decode(match, len(tokens), output, **more)
+    match, needs = router.match(block_hashes(tokens, BLOCK)), DecodeNeeds(len(tokens), output)
+    choice = pool_choices(router).choose_decode(match, needs._replace(**more), prefill=prefill)
     if choice is not None:
         router.assign_decode(request, choice)
         router.check_integrity()
@@ -234,16 +240,15 @@ def test_decodes_go_where_a_step_takes_least() -> None:
 
 
 def urgent(router: Router, request: str) -> WorkerKey:
-    choice = strict_rule(router).choose_decode(router.match([]), 320, 100)
+    choice = pool_choices(router).choose_decode(router.match([]), DecodeNeeds(320, 100))
     assert choice is not None
     router.assign_decode(request, choice, urgent=True)
     return choice.worker
 
 
 def batch(router: Router, request: str, max_itl_s: float = 0.0145) -> WorkerKey | None:
-    choice = strict_rule(router).choose_decode(
-        router.match([]), 320, 100, max_itl_s=max_itl_s, yields=True
-    )
+    needs = DecodeNeeds(320, 100, max_itl_s, is_batch=True)
+    choice = pool_choices(router).choose_decode(router.match([]), needs)
     if choice is None:
         return None
     router.assign_decode(request, choice)
@@ -314,7 +319,8 @@ def test_a_worker_to_which_handoffs_are_slow_is_avoided(slow: str) -> None:
     for name in ("d1", "d2"):
         seconds = 60.0 if name == slow else 0.1
         router.transfers.observe((key("p"), key(name)), 10**9, seconds, near=False)
-    choice = strict_rule(router).choose_decode(router.match([]), 320, 100, prefill=key("p"))
+    needs = DecodeNeeds(320, 100)
+    choice = pool_choices(router).choose_decode(router.match([]), needs, prefill=key("p"))
     assert choice is not None
     assert choice.worker != key(slow)
 
@@ -324,7 +330,7 @@ def test_a_move_counts_the_measured_speed_to_its_new_worker() -> None:
     router = decode_router(*heavy.items())
 
     def sent_s(to: str) -> float:
-        choice = strict_rule(router).by_handoff(key("d1"), key(to), 321)
+        choice = pool_choices(router).by_handoff(key("d1"), key(to), 321)
         return choice.predicted_s - choice.work_s
 
     # Before the first transfer between hosts, 1 GB/s are assumed.
@@ -411,7 +417,7 @@ _STEPS = st.lists(
 @given(_STEPS)
 def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -> None:
     router = Router(3, 4)
-    rule = strict_rule(router)
+    choices = pool_choices(router)
     names = [f"w{number}" for number in range(4)]
     # The workers that each request was assigned to.
     requests: list[tuple[str, WorkerKey, WorkerKey]] = []
@@ -428,8 +434,9 @@ def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -
         elif kind == "send":
             hashes = block_hashes(prompt(number, length), BLOCK)
             match = router.match(hashes)
-            first = rule.choose_prefill(match, length, f"s{number}")
-            second = rule.choose_decode(match, length, 20, session=SessionKey("a", f"s{number}"))
+            first = choices.choose_prefill(match, length, f"s{number}")
+            needs = DecodeNeeds(length, 20, session=SessionKey("a", f"s{number}"))
+            second = choices.choose_decode(match, needs)
             if first is not None and second is not None:
                 router.assign_prefill(str(count), first, hashes, f"s{number}")
                 router.assign_decode(str(count), second, f"s{number}")
@@ -447,14 +454,13 @@ def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -
             entry = router.load(key(name))
             assert entry is None or entry.free_tokens >= 0 or grown
         match = router.match(block_hashes(prompt(number, 64), BLOCK))
-        candidates = rule.prefill_candidates(match, "s0")
-        for ahead in (
+        for limit in (
             QueueLimit(0.01, predicts_progress=False),
             QueueLimit(0.04, predicts_progress=True),
             NO_QUEUE_LIMIT,
         ):
-            takes_more = rule.choose_prefill(match, 64, "s0", ahead) is not None
-            assert takes_more != all(one.is_full(ahead, router.now) for one in candidates)
+            is_placed = choices.choose_prefill(match, 64, "s0", limit) is not None
+            assert is_placed == choices.takes_prompt(match, "s0", limit)
     for request in requests:
         router.release(*request)
     for name in names:

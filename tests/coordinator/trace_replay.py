@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from placement_rules import strict_rule
+from worker_choices import pool_choices
 
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerTraits
@@ -125,7 +125,7 @@ def replay(
         num_blocks: Blocks of each worker's cache; changes are reported at the end of a prompt.
     """
     router, outcome = Router(len(trace), 1), Outcome()
-    rule = strict_rule(router)
+    choices = pool_choices(router)
     workers = [(f"w{number}", 1) for number in range(num_workers)]
     caches = {worker: LruCache(num_blocks) for worker in workers}
     queues: dict[WorkerKey, deque[int]] = {worker: deque() for worker in workers}
@@ -153,7 +153,7 @@ def replay(
         request = trace[number]
         if worker is None:
             match = router.match(request.hashes)
-            choice = rule.choose_prefill(match, request.num_tokens)
+            choice = choices.choose_prefill(match, request.num_tokens)
             assert choice is not None
             router.assign_prefill(str(number), choice, request.hashes)
             queues[choice.worker].append(number)

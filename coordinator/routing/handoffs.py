@@ -1,0 +1,64 @@
+"""Plans the handoff of a prompt's KV cache from its prefill worker to its decode worker."""
+
+from __future__ import annotations
+
+from baton.coordinator.routing.choices import DecodeChoice, Placement, PrefillChoice
+from baton.coordinator.routing.worker_traits import block_size_of, handoff_bytes
+from baton.coordinator.state.requests import Request, WorkerKey
+from baton.coordinator.state.workers import AttachedWorkers
+from baton.runtime import kv_fingerprint
+from baton.runtime.sampling import needs_exact_state
+
+
+class Handoffs:
+    """Handoffs between the workers of one fleet.
+
+    Args:
+        workers: Workers of the fleet.
+    """
+
+    def __init__(self, workers: AttachedWorkers) -> None:
+        self._workers = workers
+
+    def plan(
+        self, request: Request, prefill: PrefillChoice, decode: DecodeChoice
+    ) -> Placement | None:
+        """Both workers with a handoff between them; None if the handoff exceeds their limits."""
+        skip_tokens = self._skip_tokens(request, decode)
+        if not self._is_possible(request, prefill.worker, decode.worker, skip_tokens):
+            return None
+        return Placement(prefill, decode, skip_tokens)
+
+    def _skip_tokens(self, request: Request, decode: DecodeChoice) -> int:
+        """Tokens that the handoff leaves out: whole blocks in the decode worker's cache.
+
+        The handoff never leaves out the last token, because the engine continues from it.
+        """
+        worker = self._workers.get(decode.worker)
+        assert worker is not None
+        # A cached prefix of keys and values is of no use to a model with recurrent states, unless
+        # the worker has the state at its end too, which the prefix index does not tell.
+        if request.hands_over_all or kv_fingerprint.keeps_states(worker.hello.fingerprint):
+            return 0
+        block_size = block_size_of(worker.hello)
+        held = min(decode.num_cached_tokens, request.num_prefill_tokens - 1)
+        return held // block_size * block_size
+
+    def _is_possible(
+        self, request: Request, prefill: WorkerKey, decode: WorkerKey, skip_tokens: int
+    ) -> bool:
+        """Whether both workers accept a handoff of this size and the receiver can continue."""
+        sender, receiver = self._workers.get(prefill), self._workers.get(decode)
+        assert sender is not None
+        assert receiver is not None
+        num_bytes = handoff_bytes(sender.hello, request.num_prefill_tokens - skip_tokens)
+        if kv_fingerprint.keeps_states(receiver.hello.fingerprint) and needs_exact_state(
+            request.submission.sampling
+        ):
+            # The receiver computes the prompt's last token again, and has the state after it only.
+            return False
+        return (
+            num_bytes <= sender.hello.capacity.max_send_bytes
+            and num_bytes <= receiver.hello.capacity.max_receive_bytes
+            and receiver.can_replay(request.submission.sampling)
+        )
