@@ -95,13 +95,12 @@ class Fetches:
     def begin(self, request: Request, placement: Placement, now: float) -> None:
         """Begins the fetch of a request that is being dispatched, or shares a fetch under way."""
         request.fetch = None
-        if (reader := placement.reader) is None:
-            return
         hashes = self._placers.of(request.fleet).prompts.hashes_of(request)
-        if reader.fetch is not None:
-            self._begin(request, reader.worker, reader.fetch, hashes, now)
+        worker, choice = placement.prefill.worker, placement.prefill.fetch
+        if choice is not None:
+            self._begin(request, worker, choice, hashes, now)
             return
-        for handoff_id, fetch in self._by_reader.get(reader.worker, {}).items():
+        for handoff_id, fetch in self._by_reader.get(worker, {}).items():
             if fetch.failed or fetch.ends_at <= now:
                 continue
             saved_s, left_s = self._saved_s(fetch, hashes), fetch.left_s(now)

@@ -213,9 +213,8 @@ class RequestLifecycle:
         request.attempt += 1
         self.requests.begin_attempt(request)
         request.num_known = len(request.token_ids)
-        prefill, decode = placement.prefill, placement.decode
-        request.prefill = prefill.worker if prefill is not None else None
-        request.decode = decode.worker if decode is not None else None
+        request.prefill = None if placement.is_local else placement.prefill.worker
+        request.decode = placement.decode.worker if placement.decode is not None else None
         prefiller, decoder = self._workers.get(request.prefill), self._workers.get(request.decode)
         workers = [worker for worker in (prefiller, decoder) if worker is not None]
         if request.dispatched_at is None:

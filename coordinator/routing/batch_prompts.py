@@ -58,7 +58,7 @@ class BatchPrompts:
             # The queue of every prefill worker is full.
             soonest = self._router.idlest_prefill()
             wait_s = soonest.queued_s(self._router.now) if soonest is not None else math.inf
-        elif placement.prefill is None:
+        elif placement.is_local:
             return None
         else:
             wait_s = placement.prefill.predicted_s - placement.prefill.work_s

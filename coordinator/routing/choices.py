@@ -40,10 +40,10 @@ class Fetch(NamedTuple):
 
 
 class PrefillChoice(NamedTuple):
-    """The prefill worker chosen for a prompt.
+    """The worker chosen to compute a prompt.
 
     Attributes:
-        worker: the prefill worker.
+        worker: the worker, which may be the request's decode worker.
         predicted_s: seconds until the first token: the worker's queue, the load from host memory
             or the fetch, and the prompt's own work.
         work_s: seconds of the prompt's computation; `assign_prefill` adds them to the worker's
@@ -88,69 +88,44 @@ class DecodeChoice(NamedTuple):
     num_host_tokens: int = 0
     num_disk_tokens: int = 0
 
-    @property
-    def num_new_tokens(self) -> int:
-        """Tokens that the decode worker computes if there is no handoff; at least 1."""
-        num_stored = self.num_host_tokens + self.num_disk_tokens
-        return max(1, self.num_tokens - self.num_cached_tokens - num_stored)
-
 
 class Placement(NamedTuple):
     """The workers that a request runs on.
 
     Attributes:
-        prefill: prefill worker for the prompt; None: the decode worker computes the prompt.
+        prefill: the worker that computes the prompt; it may be the decode worker.
         decode: decode worker for the output; None: the request ends with its first token.
         skip_tokens: tokens that the handoff leaves out because the decode worker has them cached;
             a multiple of the block size.
-        local: where the decode worker computes the prompt in an elastic cell, so that its prefill
-            work counts there; None elsewhere.
     """
 
-    prefill: PrefillChoice | None
+    prefill: PrefillChoice
     decode: DecodeChoice | None
     skip_tokens: int = 0
-    local: PrefillChoice | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the decode worker computes the prompt itself."""
+        return self.decode is not None and self.decode.worker == self.prefill.worker
 
     @property
     def handoff(self) -> bool:
         """Whether the prefill worker hands the prompt's KV cache over to the decode worker."""
-        return self.prefill is not None and self.decode is not None
-
-    @property
-    def reader(self) -> PrefillChoice | None:
-        """The worker that computes the prompt; None: it is only known by `decode`."""
-        return self.prefill or self.local
+        return self.decode is not None and self.decode.worker != self.prefill.worker
 
     @property
     def prediction(self) -> PlacementPrediction:
         """The predictions that the workers were chosen by."""
-        reader, decode = self.reader, self.decode
-        decode_worker, step_s = (decode.worker[0], decode.predicted_s) if decode else ("", 0.0)
-        if reader is None:
-            assert decode is not None
-            # The choice of a decode worker keeps only the predicted seconds per step.
-            return PlacementPrediction(
-                decode_worker,
-                None,
-                None,
-                decode.num_cached_tokens,
-                decode_worker,
-                step_s,
-                decode.num_host_tokens,
-                decode.num_disk_tokens,
-            )
-        queue_s = max(0.0, reader.predicted_s - reader.work_s)
-        fetch = reader.fetch
+        prefill, decode, fetch = self.prefill, self.decode, self.prefill.fetch
         return PlacementPrediction(
-            reader.worker[0],
-            queue_s,
-            reader.work_s,
-            reader.num_cached_tokens,
-            decode_worker,
-            step_s,
-            reader.num_host_tokens,
-            reader.num_disk_tokens,
+            prefill.worker[0],
+            max(0.0, prefill.predicted_s - prefill.work_s),
+            prefill.work_s,
+            prefill.num_cached_tokens,
+            decode.worker[0] if decode is not None else "",
+            decode.predicted_s if decode is not None else 0.0,
+            prefill.num_host_tokens,
+            prefill.num_disk_tokens,
             fetch.num_sent_tokens if fetch is not None else 0,
             fetch.holder[0] if fetch is not None else "",
         )

@@ -73,26 +73,20 @@ class ElasticRule:
         found = self._choices.place(self._prompts.match(request), self._demand(request))
         if isinstance(found, NoPlacement):
             return found
-        if found.decoder is None:
-            return Placement(found.reader, None)
-        decoder = found.decoder.worker
-        if found.reader.worker != decoder:
-            split = self._handoffs.plan(request, found.reader, found.decoder)
+        prefill, decode = found
+        if decode is not None and decode.worker != prefill.worker:
+            split = self._handoffs.plan(request, prefill, decode)
             if split is not None:
                 return split
-        local = found.reader
-        if local.worker != decoder:
-            local = local._replace(worker=decoder, fetch=None)
-        return Placement(None, found.decoder, local=local)
+            prefill = prefill._replace(worker=decode.worker, fetch=None)
+        return Placement(prefill, decode)
 
     def begins(self, request: Request, placement: Placement) -> None:
         """Measures the prompt of an interactive request."""
-        reader = placement.reader
-        if request.submission.lane == _BATCH or reader is None:
+        if request.submission.lane == _BATCH:
             return
-        load = self._router.load(reader.worker)
-        assert load is not None
-        prompt_s = load.traits.latency.model.chunk_s(0, reader.num_work_tokens)
+        load = self._router.loads.entries[placement.prefill.worker]
+        prompt_s = load.traits.latency.model.chunk_s(0, placement.prefill.num_work_tokens)
         self._prompt_times.add(prompt_s)
         target_s = request.first_token_due_at - request.submitted_at
         self._prompt_demand.add(prompt_s, target_s, self._router.now)

@@ -6,7 +6,7 @@ the longer step does not slow down its running requests too much.
 
 from __future__ import annotations
 
-from baton.coordinator.routing.choices import DecodeChoice
+from baton.coordinator.routing.choices import DecodeChoice, Placement, PrefillChoice
 from baton.coordinator.routing.prefix_match import PrefixMatch
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerLoad
@@ -48,31 +48,45 @@ class LocalPrompts:
         )
         return least_s <= there_s * _LOCAL_SHARE
 
-    def pays(self, choice: DecodeChoice, entry: WorkerLoad, there_s: float, lane: Lane) -> bool:
+    def placed(self, decode: DecodeChoice) -> Placement:
+        """Returns the placement of a request whose decode worker computes the prompt."""
+        entry = self._router.loads.entries[decode.worker]
+        num_held = decode.num_cached_tokens + decode.num_host_tokens + decode.num_disk_tokens
+        num_new = max(1, decode.num_tokens - num_held)
+        work_s = entry.traits.latency.prefill_s(num_new)
+        load_s = entry.load_s(decode.num_host_tokens, decode.num_disk_tokens, self._router.now)
+        prefill = PrefillChoice(
+            decode.worker,
+            _outputs_step_s(entry) + load_s + work_s,
+            work_s,
+            num_new,
+            decode.num_cached_tokens,
+            decode.num_host_tokens,
+            decode.num_disk_tokens,
+        )
+        return Placement(prefill, decode)
+
+    def pays(self, choice: PrefillChoice, there_s: float, lane: Lane) -> bool:
         """Whether a decode worker should compute a prompt itself.
 
         It should if it is sooner than the prefill worker, and if its running requests tolerate the
         longer step.
 
         Args:
-            choice: the decode worker.
-            entry: load of the decode worker.
+            choice: the decode worker, as `placed` returns it.
             there_s: seconds that a prefill worker needs, including its queue.
             lane: lane of the request.
         """
-        work_s = entry.traits.latency.prefill_s(choice.num_new_tokens)
-        now = self._router.now
-        load_s = entry.load_s(choice.num_host_tokens, choice.num_disk_tokens, now)
-        here_s = _outputs_step_s(entry) + load_s + work_s
-        return here_s <= there_s * _LOCAL_SHARE and self._tolerates(
+        entry = self._router.loads.entries[choice.worker]
+        return choice.predicted_s <= there_s * _LOCAL_SHARE and self._tolerates(
             entry, _longest_step_s(entry, choice), lane
         )
 
-    def begins(self, choice: DecodeChoice) -> None:
+    def begins(self, choice: PrefillChoice) -> None:
         """Counts the long gaps that a decode worker's requests get from the prompt it starts."""
-        entry = self._router.load(choice.worker)
-        if entry is not None and self._exceeds_target(entry, _longest_step_s(entry, choice)):
-            self._router.record_long_gaps(choice, _LONG_GAPS_SHARE)
+        entry = self._router.loads.entries[choice.worker]
+        if self._exceeds_target(entry, _longest_step_s(entry, choice)):
+            entry.record_long_gaps(choice.num_work_tokens, _LONG_GAPS_SHARE, self._router.now)
 
     def _tolerates(self, entry: WorkerLoad, step_s: float, lane: Lane) -> bool:
         """Whether a worker's urgent requests tolerate a step of this length for this lane."""
@@ -92,7 +106,7 @@ def _outputs_step_s(entry: WorkerLoad) -> float:
     return entry.itl_with_s(0, 0) if entry.num_decodes else 0.0
 
 
-def _longest_step_s(entry: WorkerLoad, choice: DecodeChoice) -> float:
+def _longest_step_s(entry: WorkerLoad, choice: PrefillChoice) -> float:
     """Predicted seconds of the longest step that computes the prompt next to running decodes."""
-    num_tokens = min(choice.num_new_tokens, entry.traits.chunk_tokens)
+    num_tokens = min(choice.num_work_tokens, entry.traits.chunk_tokens)
     return _outputs_step_s(entry) + entry.traits.latency.prefill_s(num_tokens)

@@ -215,16 +215,16 @@ class Placer:
         """
         urgent = request.submission.lane != _BATCH
         self._rule.begins(request, placement)
-        if placement.prefill is not None:
+        worker, is_local = placement.prefill.worker, placement.is_local
+        # With strict roles, a decode worker that computes a prompt or hands over its own request
+        # delays no other prompt.
+        delays_prompts = self.router.loads.computes_prompts(self.router.pool(worker))
+        if delays_prompts or not is_local:
             self._assign_prompt(request, placement.prefill)
-            worker = placement.prefill.worker
-            # With strict roles, a decode worker that hands over its own request delays no prompt.
-            computes_prompts = self.router.loads.computes_prompts(self.router.pool(worker))
-            if yields and computes_prompts and self._needs.prompt_lane(request) == _BATCH:
-                self.batch_prompts.begins(request.key, worker)
+        is_batch = self._needs.prompt_lane(request) == _BATCH
+        if delays_prompts and not is_local and yields and is_batch:
+            self.batch_prompts.begins(request.key, worker)
         if placement.decode is not None:
-            if placement.local is not None:
-                self._assign_prompt(request, placement.local)
             self.router.assign_decode(
                 request.key,
                 placement.decode,

@@ -189,11 +189,8 @@ class Router:
 
     def predicted_speeds(self, placement: Placement) -> PredictedSpeeds:
         """The speeds by which the loads and the fetch of a placement were predicted."""
-        reader = placement.reader
-        choice = reader or placement.decode
-        entry = self.loads.get(choice.worker) if choice is not None else None
-        if choice is None or entry is None:
-            return PredictedSpeeds()
+        choice, fetch = placement.prefill, placement.prefill.fetch
+        entry = self.loads.entries[choice.worker]
         host, disk = (
             entry.load_speeds.bytes_per_s(tier, self.now) if num_tokens else 0.0
             for tier, num_tokens in (
@@ -201,7 +198,7 @@ class Router:
                 (Tier.DISK, choice.num_disk_tokens),
             )
         )
-        if reader is None or (fetch := reader.fetch) is None or not fetch.sending_s:
+        if fetch is None or not fetch.sending_s:
             return PredictedSpeeds(host, disk)
         num_bytes = fetch.num_sent_tokens * entry.traits.kv_bytes_per_token
         return PredictedSpeeds(host, disk, num_bytes / fetch.sending_s)
@@ -313,10 +310,6 @@ class Router:
         entry.assign_decode(request_id, num_tokens)
         entry.arrive(request_id)
         self.loads.update(entry)
-
-    def record_long_gaps(self, choice: DecodeChoice, share: float) -> None:
-        """Records long gaps of a decode worker's requests; see WorkerLoad.record_long_gaps."""
-        self.loads.entries[choice.worker].record_long_gaps(choice.num_new_tokens, share, self.now)
 
     def first_token(
         self, request_id: str, prefill: WorkerKey | None, decode: WorkerKey | None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from baton.coordinator.routing.choices import DecodeChoice, NoPlacement, Placement, PrefillChoice
+from baton.coordinator.routing.choices import NoPlacement, Placement, PrefillChoice
 from baton.coordinator.routing.handoffs import Handoffs
 from baton.coordinator.routing.local_prompts import LocalPrompts
 from baton.coordinator.routing.pool_choices import QUEUE_LIMITS, PoolChoices
@@ -66,7 +66,7 @@ class StrictRule:
             return Placement(prefill, None)
         local = self._choose_local(request, match, prefill)
         if local is not None:
-            return Placement(None, local)
+            return local
         if prefill is None:
             return NoPlacement.FULL
         needs = self._needs.decode(request)
@@ -75,13 +75,13 @@ class StrictRule:
             return NoPlacement.FULL
         if (split := self._handoffs.plan(request, prefill, decode)) is not None:
             return split
-        unsplit = self._choices.choose_decode(match, needs)
-        return Placement(None, unsplit) if unsplit is not None else NoPlacement.FULL
+        decode = self._choices.choose_decode(match, needs)
+        return self._local_prompts.placed(decode) if decode is not None else NoPlacement.FULL
 
     def begins(self, request: Request, placement: Placement) -> None:
         """Counts the long gaps that a decode worker's outputs get from a prompt of its own."""
-        if placement.prefill is None and placement.decode is not None:
-            self._local_prompts.begins(placement.decode)
+        if placement.is_local:
+            self._local_prompts.begins(placement.prefill)
 
     def room_at(self, request: Request) -> float:
         """Predicts when the idlest prefill worker has room for a prompt; see PlacementRule."""
@@ -118,7 +118,7 @@ class StrictRule:
 
     def _choose_local(
         self, request: Request, match: PrefixMatch, prefill: PrefillChoice | None
-    ) -> DecodeChoice | None:
+    ) -> Placement | None:
         """The decode worker that should compute the prompt itself; None if that is not better.
 
         Args:
@@ -128,26 +128,23 @@ class StrictRule:
         """
         if not self._router.num_prefill_workers:
             # A client waits for the rest of an output, so a decode worker recomputes the prompt.
-            has_output = len(request.token_ids) > 0
-            return (
-                self._choices.choose_decode(match, self._needs.decode(request))
-                if has_output
-                else None
-            )
+            if not len(request.token_ids):
+                return None
+            decode = self._choices.choose_decode(match, self._needs.decode(request))
+            return self._local_prompts.placed(decode) if decode is not None else None
         if not self._may_compute_locally:
             return None
         there_s = prefill.predicted_s if prefill is not None else math.inf
         if not self._local_prompts.may_pay(request.num_tokens, match, there_s):
             # This cheap check rejects nearly every request, without choosing a decode worker.
             return None
-        choice = self._choices.choose_decode(match, self._needs.decode(request))
-        if choice is None:
-            return None
-        worker, entry = self._workers.get(choice.worker), self._router.load(choice.worker)
-        if worker is None or entry is None or worker.ledger.local_prompt is not None:
+        decode = self._choices.choose_decode(match, self._needs.decode(request))
+        worker = self._workers.get(decode.worker) if decode is not None else None
+        if decode is None or worker is None or worker.ledger.local_prompt is not None:
             return None
         if prefill is None:
             soonest = self.soonest(match, request.num_prefill_tokens, request.submission.session)
             there_s = soonest.predicted_s if soonest is not None else math.inf
-        lane = self._needs.prompt_lane(request)
-        return choice if self._local_prompts.pays(choice, entry, there_s, lane) else None
+        local = self._local_prompts.placed(decode)
+        pays = self._local_prompts.pays(local.prefill, there_s, self._needs.prompt_lane(request))
+        return local if pays else None

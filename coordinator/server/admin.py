@@ -442,6 +442,8 @@ def _step_errors(errors: StepErrors | None) -> admin_pb2.StepErrors | None:
 def _placement_info(predicted: PlacementPrediction) -> admin_pb2.PlacementInfo:
     info = admin_pb2.PlacementInfo(
         prompt_worker_id=predicted.prompt_worker,
+        queue=duration(predicted.queue_s),
+        computation=duration(predicted.computation_s),
         cached_tokens=predicted.num_cached,
         host_tokens=predicted.num_host,
         disk_tokens=predicted.num_disk,
@@ -452,9 +454,6 @@ def _placement_info(predicted: PlacementPrediction) -> admin_pb2.PlacementInfo:
         disk_bytes_per_s=round(predicted.speeds.disk),
         fetch_bytes_per_s=round(predicted.speeds.fetch),
     )
-    if predicted.queue_s is not None and predicted.computation_s is not None:
-        info.queue.CopyFrom(duration(predicted.queue_s))
-        info.computation.CopyFrom(duration(predicted.computation_s))
     if predicted.decode_worker:
         info.step.CopyFrom(duration(predicted.step_s))
     return info

@@ -245,8 +245,8 @@ class PlacementPrediction(NamedTuple):
     Attributes:
         prompt_worker: ID of the worker that computes the prompt.
         queue_s: seconds until that worker begins to compute the prompt, including the load from
-            host memory and from disk, or the fetch; None: not predicted.
-        computation_s: seconds of the prompt's computation there; None: not predicted.
+            host memory and from disk, or the fetch.
+        computation_s: seconds of the prompt's computation there.
         num_cached: prompt tokens in that worker's prefix cache.
         decode_worker: ID of the worker that decodes; "": the request ends with its first token.
         step_s: seconds of a decode step there with this request; 0 without a decode worker.
@@ -258,8 +258,8 @@ class PlacementPrediction(NamedTuple):
     """
 
     prompt_worker: str
-    queue_s: float | None
-    computation_s: float | None
+    queue_s: float
+    computation_s: float
     num_cached: int
     decode_worker: str
     step_s: float

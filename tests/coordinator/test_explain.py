@@ -85,6 +85,13 @@ def explained(cell: LiveCell) -> list[admin_pb2.RequestInfo]:
     return [cell.explain(f"r{number}") for number in ended]
 
 
+def test_the_computation_of_a_prompt_is_predicted_on_a_worker_of_either_role():
+    placements = [one.placement for one in explained(unsplit())]
+    local = [one for one in placements if one.prompt_worker_id == one.decode_worker_id]
+    assert 0 < len(local) < len(placements)
+    assert all(one.computation.ToNanoseconds() > 0 for one in placements)
+
+
 def test_stages_before_a_loss_name_the_worker_that_was_lost():
     cell = LiveCell().workers(num_decode=2)
     cell.submit(3, 400)
