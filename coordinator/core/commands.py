@@ -96,17 +96,17 @@ class Commands:
         self._send(request.decode, command)
 
     def send_prefix(
-        self, request: Request, holder: WorkerKey, reader: WorkerKey, least_tokens: int
+        self, request: Request, holder: WorkerKey, prefill: WorkerKey, least_tokens: int
     ) -> None:
-        """Tells a worker to send the cached beginning of a prompt to the reader of a request.
+        """Tells a worker to send the cached beginning of a prompt to its prefill worker.
 
         Args:
             request: The request, with its fetch.
             holder: The worker that sends.
-            reader: The worker that computes the prompt.
+            prefill: The worker that computes the prompt.
             least_tokens: Smallest number of leading prompt tokens that is worth sending.
         """
-        fetch, worker = request.fetch, self._workers.get(reader)
+        fetch, worker = request.fetch, self._workers.get(prefill)
         assert fetch is not None
         assert worker is not None
         spec = _spec(request)

@@ -1,6 +1,6 @@
 """Owns the fetches: a worker (the holder) sends the cached beginning of a prompt to another worker.
 
-The other worker (the reader) computes the rest of the prompt.
+The other worker (the prefill worker) computes the rest of the prompt.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _MAX_ENDED = 4096
 
 
 class _Route(NamedTuple):
-    """The workers of a fetch, which are of one fleet: from `holder` to `reader`."""
+    """The workers of a fetch, which are of one fleet: from `holder` to `prefill`."""
 
     fleet: Fleet
     holder: WorkerKey
-    reader: WorkerKey
+    prefill: WorkerKey
 
     @property
     def pair(self) -> tuple[WorkerKey, WorkerKey]:
-        return self.holder, self.reader
+        return self.holder, self.prefill
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +47,7 @@ class _Fetch:
         hashes: Hashes of the prompt's blocks.
         blocks: Indices of the blocks that are fetched.
         num_bytes: Size of the fetched blocks.
-        ends_at: Time by the core's clock when the reader stops waiting for the fetch.
+        ends_at: Time by the core's clock when the prefill worker stops waiting for it.
         is_sent: Whether the holder has sent the blocks, or need not send them any more.
         failed: Whether the blocks will not be loaded.
     """
@@ -77,9 +77,9 @@ class _Fetch:
 class Fetches:
     """Owns each fetch from the request's dispatch until its prompt is computed.
 
-    A fetch is an ordinary handoff of blocks that its sender has cached. The reader waits for it
-    without KV blocks, for a limited time, and computes the blocks that do not arrive. Other
-    requests of the reader with the same prefix wait for the same fetch, unless they would compute
+    A fetch is an ordinary handoff of blocks that its sender has cached. The prefill worker waits
+    for it without KV blocks, for a limited time, and computes the blocks that do not arrive. Other
+    requests of this worker with the same prefix wait for the same fetch, unless they would compute
     the blocks that they share with it sooner.
     """
 
@@ -88,7 +88,7 @@ class Fetches:
     ) -> None:
         self._commands, self._placers, self._random_bytes = commands, placers, random_bytes
         self._fetches: dict[bytes, _Fetch] = {}
-        self._by_reader: dict[WorkerKey, dict[bytes, _Fetch]] = {}
+        self._by_prefill: dict[WorkerKey, dict[bytes, _Fetch]] = {}
         # Only the routes: requests and their prompts are too large to be kept for late reports.
         self._ended: OrderedDict[bytes, _Route] = OrderedDict()
 
@@ -100,7 +100,7 @@ class Fetches:
         if choice is not None:
             self._begin(request, worker, choice, hashes, now)
             return
-        for handoff_id, fetch in self._by_reader.get(worker, {}).items():
+        for handoff_id, fetch in self._by_prefill.get(worker, {}).items():
             if fetch.failed or fetch.ends_at <= now:
                 continue
             saved_s, left_s = self._saved_s(fetch, hashes), fetch.left_s(now)
@@ -113,8 +113,8 @@ class Fetches:
                 return
 
     def _saved_s(self, fetch: _Fetch, hashes: Sequence[int]) -> float:
-        """Returns how long the reader would compute those fetched blocks that a prompt has too."""
-        load = self._router(fetch.route).load(fetch.route.reader)
+        """Returns how long the worker would compute those fetched blocks that a prompt has too."""
+        load = self._router(fetch.route).load(fetch.route.prefill)
         if load is None:
             return 0.0
         num_tokens = fetch.num_shared(hashes) * load.traits.block_size_tokens
@@ -123,13 +123,13 @@ class Fetches:
     def _begin(
         self,
         request: Request,
-        reader: WorkerKey,
+        prefill: WorkerKey,
         choice: Fetch,
         hashes: Sequence[int],
         now: float,
     ) -> None:
-        load = self._placers.of(request.fleet).router.load(reader)
-        assert load is not None, "the reader was just chosen"
+        load = self._placers.of(request.fleet).router.load(prefill)
+        assert load is not None, "the prefill worker was just chosen"
         size = load.traits.block_size_tokens
         handoff_id = self._random_bytes(16)
         request.fetch = cluster_pb2.FetchPlan(
@@ -141,7 +141,7 @@ class Fetches:
         )
         fetch = _Fetch(
             request,
-            _Route(request.fleet, choice.holder, reader),
+            _Route(request.fleet, choice.holder, prefill),
             choice,
             hashes,
             range(choice.skip_tokens // size, choice.num_tokens // size),
@@ -149,8 +149,8 @@ class Fetches:
             now + choice.timeout_s,
         )
         self._fetches[handoff_id] = fetch
-        self._by_reader.setdefault(reader, {})[handoff_id] = fetch
-        self._commands.send_prefix(request, choice.holder, reader, choice.least_tokens)
+        self._by_prefill.setdefault(prefill, {})[handoff_id] = fetch
+        self._commands.send_prefix(request, choice.holder, prefill, choice.least_tokens)
 
     def end(self, request: Request) -> bool:
         """Ends the fetch of a request whose prompt is computed or that leaves its workers.
@@ -166,11 +166,11 @@ class Fetches:
         if plan is None or fetch is None or fetch.request is not request:
             return False
         del self._fetches[plan.handoff_id]
-        reader = fetch.route.reader
-        of_reader = self._by_reader[reader]
-        del of_reader[plan.handoff_id]
-        if not of_reader:
-            del self._by_reader[reader]
+        prefill = fetch.route.prefill
+        of_worker = self._by_prefill[prefill]
+        del of_worker[plan.handoff_id]
+        if not of_worker:
+            del self._by_prefill[prefill]
         self._stop(fetch, plan.handoff_id)
         self._ended[plan.handoff_id] = fetch.route
         if len(self._ended) > _MAX_ENDED:
@@ -214,7 +214,7 @@ class Fetches:
         router.transfers.observe_at_most(pair, report.num_bytes, seconds, near=router.near(*pair))
 
     def lost(self, worker: WorkerKey) -> None:
-        """Tells the readers not to wait for a worker that is lost or does not respond."""
+        """Tells the prefill workers not to wait for a worker that is lost or does not respond."""
         for handoff_id, fetch in self._fetches.items():
             if fetch.route.holder == worker and not (fetch.is_sent or fetch.failed):
                 self._fail(fetch, handoff_id, from_holder=True)
@@ -224,7 +224,7 @@ class Fetches:
         fetch.failed = True
         if from_holder:
             fetch.is_sent = True
-            self._commands.drop_handoff(fetch.route.reader, fetch.request, handoff_id)
+            self._commands.drop_handoff(fetch.route.prefill, fetch.request, handoff_id)
         else:
             self._stop(fetch, handoff_id)
 
@@ -255,5 +255,5 @@ class Fetches:
             assert fetch.request.fetch is not None
             assert fetch.request.fetch.handoff_id == handoff_id
             assert fetch.request.fleet is fetch.route.fleet
-            assert self._by_reader[fetch.route.reader][handoff_id] is fetch
-        assert sum(map(len, self._by_reader.values())) == len(self._fetches)
+            assert self._by_prefill[fetch.route.prefill][handoff_id] is fetch
+        assert sum(map(len, self._by_prefill.values())) == len(self._fetches)

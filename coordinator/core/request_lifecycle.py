@@ -71,7 +71,7 @@ class RequestLifecycle:
         lanes: Waiting requests in their order, and the tenants' accounts.
         admission: Decides whether requests are admitted.
         stats: Counters.
-        fetches: Prefixes that workers send to the readers of requests.
+        fetches: Prefixes that workers send to the prefill workers of requests.
         session_blocks: KV blocks of the latest sessions.
         effects: As given.
         room_freed: Called when a waiting request may find a worker now: a request has arrived or

@@ -5,24 +5,24 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from baton.coordinator.state.requests import PlacementPrediction, WorkerKey
+from baton.coordinator.state.requests import PlacementPrediction, PromptHits, WorkerKey
 
 
 class Fetch(NamedTuple):
-    """The beginning of a prompt that a worker gets from another worker.
+    """The beginning of a prompt that the prefill worker gets from another worker.
 
     Attributes:
         holder: the worker that sends it, from its device, host memory or disk.
-        num_tokens: number of leading prompt tokens that the reader has after the fetch; whole
-            blocks.
-        skip_tokens: number of leading tokens that the fetch leaves out, because the reader has them
-            on its device or in host memory; whole blocks.
-        fetch_s: predicted seconds until the reader has all `num_tokens` tokens.
+        num_tokens: number of leading prompt tokens that the prefill worker has after the fetch;
+            whole blocks.
+        skip_tokens: number of leading tokens that the fetch leaves out, because the prefill worker
+            has them on its device or in host memory; whole blocks.
+        fetch_s: predicted seconds until the prefill worker has all `num_tokens` tokens.
         sending_s: the part of `fetch_s` in which the holder sends.
-        timeout_s: seconds after which the reader computes the prompt instead.
+        timeout_s: seconds after which the prefill worker computes the prompt instead.
         least_tokens: smallest `num_tokens` for which the fetch pays if the holder lacks blocks.
-        host_tokens: number of tokens at the end of `skip_tokens` that the reader loads from its
-            host memory.
+        host_tokens: number of tokens at the end of `skip_tokens` that the prefill worker loads from
+            its host memory.
     """
 
     holder: WorkerKey
@@ -49,9 +49,7 @@ class PrefillChoice(NamedTuple):
         work_s: seconds of the prompt's computation; `assign_prefill` adds them to the worker's
             load. A load from host memory delays no other prompt.
         num_work_tokens: tokens of the prompt that the worker must compute.
-        num_cached_tokens: tokens of the prompt that the worker's prefix cache should hold.
-        num_host_tokens: tokens that the worker should load from its host memory.
-        num_disk_tokens: tokens that the worker should load from its disk.
+        hits: tokens of the prompt that the worker should hold.
         fetch: the beginning of the prompt that another worker sends; None: no fetch.
     """
 
@@ -59,9 +57,7 @@ class PrefillChoice(NamedTuple):
     predicted_s: float
     work_s: float
     num_work_tokens: int
-    num_cached_tokens: int
-    num_host_tokens: int = 0
-    num_disk_tokens: int = 0
+    hits: PromptHits = PromptHits()
     fetch: Fetch | None = None
 
 
@@ -72,21 +68,16 @@ class DecodeChoice(NamedTuple):
         worker: the decode worker.
         predicted_s: seconds per decode step on the worker once this request has joined.
         num_kv_tokens: KV tokens that the request needs; `assign_decode` reserves them.
-        num_cached_tokens: tokens of the prompt in the worker's prefix cache; the handoff can skip
-            them.
         num_tokens: tokens of the prompt and of the output generated so far.
-        num_host_tokens: tokens after the cached ones in the worker's host memory. A handoff cannot
-            skip them, because they may be evicted before it arrives.
-        num_disk_tokens: tokens after the cached ones that only the disk has.
+        hits: tokens of the prompt that the worker holds. The handoff can skip those on the device,
+            but not the others, because they may be evicted before it arrives.
     """
 
     worker: WorkerKey
     predicted_s: float
     num_kv_tokens: int
-    num_cached_tokens: int
     num_tokens: int
-    num_host_tokens: int = 0
-    num_disk_tokens: int = 0
+    hits: PromptHits = PromptHits()
 
 
 class Placement(NamedTuple):
@@ -121,11 +112,9 @@ class Placement(NamedTuple):
             prefill.worker[0],
             max(0.0, prefill.predicted_s - prefill.work_s),
             prefill.work_s,
-            prefill.num_cached_tokens,
+            prefill.hits,
             decode.worker[0] if decode is not None else "",
             decode.predicted_s if decode is not None else 0.0,
-            prefill.num_host_tokens,
-            prefill.num_disk_tokens,
             fetch.num_sent_tokens if fetch is not None else 0,
             fetch.holder[0] if fetch is not None else "",
         )

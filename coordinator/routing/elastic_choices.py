@@ -4,26 +4,25 @@ All costs are predicted seconds. The rule compares all workers of a small cell. 
 divided into groups; the rule then compares the workers of the least loaded group, the workers that
 hold the prompt's prefix, and the session's last workers.
 
-1. The reader is the worker that computes the prompt. The rule chooses the worker where the first
-   token comes soonest. The prediction includes the prompts that the worker computes first, the
-   speed that its decodes leave for prompts, prefix hits, and the fetch of a prefix from another
-   worker, which happens while the prompt waits.
-2. The decoder is the worker that decodes the output. Each worker that decodes pays the base time of
-   a decode step, and computes prompts at a fraction of its speed. The rule therefore spreads the
-   decodes evenly over the smallest number of workers that keep the ITL target. The other workers
-   finish their decodes, and then compute prompts at full speed. There are two exceptions:
+1. The prefill worker is the one where the first token comes soonest. The prediction includes the
+   prompts that the worker computes first, the speed that its decodes leave for prompts, prefix
+   hits, and the fetch of a prefix from another worker, which happens while the prompt waits.
+2. The decode worker: each worker that decodes pays the base time of a decode step, and computes
+   prompts at a fraction of its speed. The rule therefore spreads the decodes evenly over the
+   smallest number of workers that keep the ITL target. The other workers finish their decodes, and
+   then compute prompts at full speed. There are two exceptions:
    - If prompts are few and short, workers with decodes compute them soon enough. The decodes are
      then spread over more workers, before steps come close to the target.
    - If gaps may be long (core/gap_choice.py) and a step with one stream takes most of the ITL
      target, workers without decodes would leave the other workers no time for prompts. The decodes
      are then spread over all workers.
-3. If gaps may be long, the decoder also computes the prompt, unless that delays the first token
-   much. An output of few tokens is decoded by its reader if the reader computes no other prompt.
-   Any output is decoded by its reader if a step takes most of the ITL target, the reader has no
-   decodes, and other workers are idle.
-4. A request waits while its reader or its decoder has no room. An interactive request that no
-   worker can serve within its TTFT target is late. Late and batch requests are placed only where
-   they delay no request that can be in time, until they have waited for long.
+3. If gaps may be long, the decode worker also computes the prompt, unless that delays the first
+   token much. The prefill worker also decodes an output of few tokens if it computes no other
+   prompt, and any output if a step takes most of the ITL target, it has no decodes, and other
+   workers are idle.
+4. A request waits while one of its workers has no room. An interactive request that no worker can
+   serve within its TTFT target is late. Late and batch requests are placed only where they delay no
+   request that can be in time, until they have waited for long.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from baton.coordinator.routing.prefix_fetches import PrefixFetches
 from baton.coordinator.routing.prefix_match import NUM_HOLDERS, HeldPrefix, PrefixMatch
 from baton.coordinator.routing.prompt_demand import PromptDemand
 from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import PromptHits, WorkerLoad
+from baton.coordinator.routing.worker_load import WorkerLoad
 from baton.coordinator.state.requests import SessionKey, WorkerKey
 from baton.runtime.step_budget import StepTargets
 
@@ -61,24 +60,25 @@ _FAST_SPEED = 1 / 3
 AHEAD_S = 0.2
 # Late and batch requests go only to workers without prompts that keep at least this speed.
 _LATE_SPEED = 0.3
-# Weight of a second of computation against a second of waiting (as in routing/router.py).
+# Extra weight of a second of computation compared with a second of waiting. pool_choices.py gives
+# the reason, and has a larger weight.
 _WORK_WEIGHT = 1.0
 # If no worker keeps the ITL target even with one decode, the target is this many times the fastest
 # worker's step with one decode.
 _UNREACHABLE = 2.0
 # A handoff makes an output's first gap about one step longer, so that outputs of few tokens miss
-# the ITL target. If a step takes more than this share of the target, the reader decodes any output
-# while this many other workers are idle. In simulations, smaller shares and fewer idle workers
-# delayed prompts by more than outputs gained.
+# the ITL target. If a step takes more than this share of the target, the prefill worker decodes any
+# output while this many other workers are idle. In simulations, smaller shares and fewer idle
+# workers delayed prompts by more than outputs gained.
 _TIGHT_SHARE, _NUM_IDLE = 0.8, 2
-# The reader decodes outputs of at most this many tokens, unless it computes other prompts, which
-# the decode would slow down. The second number applies if steps take more than _TIGHT_SHARE. Larger
-# numbers delayed prompts by more than outputs gained.
+# The prefill worker decodes outputs of at most this many tokens, unless it computes other prompts,
+# which the decode would slow down. The second number applies if steps take more than _TIGHT_SHARE.
+# Larger numbers delayed prompts by more than outputs gained.
 _FEW_TOKENS, _FEW_TOKENS_TIGHT = 4, 8
 # Number of candidates that may fetch the prompt's beginning from another worker.
 _NUM_FETCHING = 4
-# Added to the cost of a reader that would miss the TTFT target, in seconds, so that any reader that
-# meets the target is preferred.
+# Added to the cost of a prefill worker that would miss the TTFT target, in seconds, so that any
+# worker that meets the target is preferred.
 _TOO_LATE_S = 1000.0
 # A late request may join another late request on a worker only if that worker must compute at most
 # this share of the tokens that the median candidate must compute.
@@ -102,7 +102,7 @@ class Demand(NamedTuple):
         continues: Whether it is a stream that lost its worker; it does not wait until the worker's
             other prompts are computed.
         session: The session; None means no session.
-        may_fetch: Whether its reader may fetch the prompt's beginning from another worker.
+        may_fetch: Whether the prefill worker may fetch the prompt's beginning from another worker.
         is_batch: Whether it is a batch request, which may be parked for interactive requests.
     """
 
@@ -125,12 +125,12 @@ class ElasticPlacement(NamedTuple):
     """The worker that computes a prompt, and the one that decodes its output.
 
     Attributes:
-        reader: where the prompt is computed.
-        decoder: where the output is decoded; None: the request ends with its first token.
+        prefill: where the prompt is computed.
+        decode: where the output is decoded; None: the request ends with its first token.
     """
 
-    reader: PrefillChoice
-    decoder: DecodeChoice | None
+    prefill: PrefillChoice
+    decode: DecodeChoice | None
 
 
 class _Candidate(NamedTuple):
@@ -139,26 +139,26 @@ class _Candidate(NamedTuple):
     Attributes:
         load: the worker's load.
         held: the prefix of the prompt that the worker holds.
-        read: the worker as the prompt's reader, without a fetch.
-        fetch: the worker as the reader, with a fetch from another worker; None: no other worker
-            holds more of the prompt.
+        prefill: the worker as the prefill worker, without a fetch.
+        fetch: the same with a fetch from another worker; None: no other worker holds more of the
+            prompt.
     """
 
     load: WorkerLoad
     held: HeldPrefix
-    read: PrefillChoice
+    prefill: PrefillChoice
     fetch: PrefillChoice | None
 
     @property
     def choices(self) -> tuple[PrefillChoice, ...]:
-        """The worker as the prompt's reader, without and with the fetch."""
-        return (self.read,) if self.fetch is None else (self.read, self.fetch)
+        """The worker as the prefill worker, without and with the fetch."""
+        return (self.prefill,) if self.fetch is None else (self.prefill, self.fetch)
 
     @property
     def soonest(self) -> PrefillChoice:
         """The choice with which the first token comes sooner."""
-        if self.fetch is None or self.read.predicted_s <= self.fetch.predicted_s:
-            return self.read
+        if self.fetch is None or self.prefill.predicted_s <= self.fetch.predicted_s:
+            return self.prefill
         return self.fetch
 
 
@@ -182,18 +182,18 @@ class ElasticChoices:
         if demand.others_go_first_if_late and demand.due_in_s < soonest_s:
             self._prompts.was_late(self._router.now)
             return NoPlacement.LATE
-        reader = self._reader(candidates, demand)
-        if isinstance(reader, NoPlacement):
-            return reader
+        prefill = self._choose_prefill(candidates, demand)
+        if isinstance(prefill, NoPlacement):
+            return prefill
         if not demand.num_output_tokens:
-            return ElasticPlacement(reader, None)
-        decoder = self._decoder(candidates, demand)
-        if decoder is None:
+            return ElasticPlacement(prefill, None)
+        decode = self._choose_decode(candidates, demand)
+        if decode is None:
             return NoPlacement.FULL
         if self._targets.may_borrow:
-            reader = self._reader_at_decoder(candidates, reader, decoder, demand)
+            prefill = self._prefill_at_decode(candidates, prefill, decode, demand)
         return ElasticPlacement(
-            reader, self._decoder_at_reader(candidates, reader, decoder, demand)
+            prefill, self._decode_at_prefill(candidates, prefill, decode, demand)
         )
 
     def soonest(
@@ -236,19 +236,21 @@ class ElasticChoices:
     def _candidates(self, match: PrefixMatch, demand: Demand) -> list[_Candidate]:
         found = self.candidates(match, demand.session)
         candidates = [
-            _Candidate(load, held, self._read(load, held, demand), None) for load, held in found
+            _Candidate(load, held, self._prefill(load, held, demand), None) for load, held in found
         ]
         sources = self._fetches.sources(match) if demand.may_fetch else {}
         if not sources:
             return candidates
-        # Only the soonest readers of the whole prompt are compared as readers with a fetch, because
-        # they are likely to be the soonest readers of the rest.
+        # Only the workers that would compute the whole prompt soonest are compared with a fetch,
+        # because they are likely to compute the rest soonest.
         soonest = nsmallest(
-            _NUM_FETCHING, range(len(found)), key=lambda at: candidates[at].read.predicted_s
+            _NUM_FETCHING, range(len(found)), key=lambda at: candidates[at].prefill.predicted_s
         )
         for at in soonest:
             candidate = candidates[at]
-            fetch = self._fetch(match, sources, candidate.load, candidate.read, demand)
+            fetch = self._prefill_with_fetch(
+                match, sources, candidate.load, candidate.prefill, demand
+            )
             candidates[at] = candidate._replace(fetch=fetch)
         return candidates
 
@@ -258,14 +260,16 @@ class ElasticChoices:
         assert targets is not None
         return targets
 
-    # ---- Reader
+    # ---- Prefill worker
 
-    def _reader(self, candidates: list[_Candidate], demand: Demand) -> PrefillChoice | NoPlacement:
-        """Returns the best reader, or why the request waits for it."""
+    def _choose_prefill(
+        self, candidates: list[_Candidate], demand: Demand
+    ) -> PrefillChoice | NoPlacement:
+        """Returns the best prefill worker, or why the request waits for it."""
         now = self._router.now
         small = 0.0
         if demand.must_place and candidates:
-            works = sorted(candidate.read.num_work_tokens for candidate in candidates)
+            works = sorted(candidate.prefill.num_work_tokens for candidate in candidates)
             small = _SMALL_SHARE * works[len(works) // 2]
         # A late prompt must not borrow time from streams, because prompts in time need that time.
         needs_no_decodes = demand.is_late and self._targets.may_borrow
@@ -314,47 +318,49 @@ class ElasticChoices:
         """Seconds of prompts that a worker computes before this many tokens of the request."""
         return load.ahead_s(num_tokens, self._router.now, is_batch=demand.is_batch)
 
-    def _reader_at_decoder(
+    def _prefill_at_decode(
         self,
         candidates: list[_Candidate],
-        reader: PrefillChoice,
-        decoder: DecodeChoice,
+        prefill: PrefillChoice,
+        decode: DecodeChoice,
         demand: Demand,
     ) -> PrefillChoice:
-        """Returns the decoder as the reader if that delays the first token little; else `reader`.
+        """Returns the decode worker for the prompt if that delays the first token little.
+
+        Otherwise returns `prefill`.
 
         Without a handoff, the first gap is about one step shorter. The first token may therefore
         come one step later. If all workers serve prompts and decodes alike, it may come at any time
         before it is due.
         """
-        if reader.worker == decoder.worker or demand.waits_for_others:
-            return reader
-        candidate = _of(candidates, decoder.worker)
-        read, slack_s = candidate.soonest, decoder.predicted_s
+        if prefill.worker == decode.worker or demand.waits_for_others:
+            return prefill
+        candidate = _of(candidates, decode.worker)
+        here, slack_s = candidate.soonest, decode.predicted_s
         if self._targets.shares_workers(_fastest_step_s(candidates)):
             slack_s = math.inf
         if (
             not self._router.takes_prompts(candidate.load)
-            or self._ahead_s(candidate.load, read.num_work_tokens, demand) >= AHEAD_S
-            or read.predicted_s > min(demand.due_in_s, reader.predicted_s + slack_s)
+            or self._ahead_s(candidate.load, here.num_work_tokens, demand) >= AHEAD_S
+            or here.predicted_s > min(demand.due_in_s, prefill.predicted_s + slack_s)
         ):
-            return reader
-        return read
+            return prefill
+        return here
 
-    def _decoder_at_reader(
+    def _decode_at_prefill(
         self,
         candidates: list[_Candidate],
-        reader: PrefillChoice,
-        decoder: DecodeChoice,
+        prefill: PrefillChoice,
+        decode: DecodeChoice,
         demand: Demand,
     ) -> DecodeChoice:
-        """Returns the reader as the decoder if the output might miss its ITL target by a handoff.
+        """Returns the prefill worker for the output if it might miss its ITL target by a handoff.
 
-        Otherwise returns `decoder`.
+        Otherwise returns `decode`.
         """
-        if reader.worker == decoder.worker:
-            return decoder
-        candidate = _of(candidates, reader.worker)
+        if prefill.worker == decode.worker:
+            return decode
+        candidate = _of(candidates, prefill.worker)
         load = candidate.load
         is_tight = load.single_step_s > _TIGHT_SHARE * demand.itl_s
         has_few = demand.num_output_tokens <= (_FEW_TOKENS_TIGHT if is_tight else _FEW_TOKENS)
@@ -363,49 +369,56 @@ class ElasticChoices:
         elif is_tight and not load.num_decodes and not demand.waits_for_others:
             others = (other.load for other in candidates if other is not candidate)
             if sum(not (other.num_decodes or other.num_prefills) for other in others) < _NUM_IDLE:
-                return decoder
+                return decode
             # Workers with other hardware may decode more slowly.
-            longest_s = decoder.predicted_s
+            longest_s = decode.predicted_s
         else:
-            return decoder
+            return decode
         if not self._has_room(load, demand.num_tokens + demand.num_output_tokens):
-            return decoder
+            return decode
         here = self._decode(candidate, demand)
-        return here if here.predicted_s <= longest_s else decoder
+        return here if here.predicted_s <= longest_s else decode
 
-    def _read(self, load: WorkerLoad, held: HeldPrefix, demand: Demand) -> PrefillChoice:
+    def _prefill(self, load: WorkerLoad, held: HeldPrefix, demand: Demand) -> PrefillChoice:
         size = load.traits.block_size_tokens
         # The last token is always computed, because the next token is sampled from its logits.
         hits = load.traits.hits(held, (demand.num_tokens - 1) // size * size)
         num_new = demand.num_tokens - hits.num_tokens
         work_s = _work_s(load, num_new)
-        load_s = load.load_s(hits.num_host, hits.num_disk, self._router.now)
+        load_s = load.load_s(hits, self._router.now)
         wait_s = self._ahead_s(load, num_new, demand) + load_s
-        return PrefillChoice(load.key, wait_s + work_s, work_s, num_new, *hits)
+        return PrefillChoice(load.key, wait_s + work_s, work_s, num_new, hits)
 
-    def _fetch(
+    def _prefill_with_fetch(
         self,
         match: PrefixMatch,
         sources: Mapping[WorkerKey, HeldPrefix],
         load: WorkerLoad,
-        read: PrefillChoice,
+        own: PrefillChoice,
         demand: Demand,
     ) -> PrefillChoice | None:
-        """Returns a reader with a fetch; None: no worker holds more of the prompt."""
-        hits = PromptHits(read.num_cached_tokens, read.num_host_tokens, read.num_disk_tokens)
-        fetch = self._fetches.best(match, sources, load, demand.num_tokens, hits)
+        """Returns a prefill worker with a fetch; None: no worker holds more of the prompt.
+
+        Args:
+            match: prefix match of the prompt.
+            sources: workers that the prompt's beginning may be fetched from.
+            load: load of the prefill worker.
+            own: the same worker without the fetch.
+            demand: needs of the request.
+        """
+        fetch = self._fetches.best(match, sources, load, demand.num_tokens, own.hits)
         if fetch is None:
             return None
         num_new = demand.num_tokens - fetch.num_tokens
-        choice = self._fetches.choice(read, fetch, _work_s(load, num_new))
+        choice = self._fetches.choice(own, fetch, _work_s(load, num_new))
         # The prompt is fetched while the worker computes the prompts ahead of it.
         wait_s = max(self._ahead_s(load, num_new, demand), fetch.fetch_s)
         return choice._replace(predicted_s=wait_s + choice.work_s)
 
-    # ---- Decoder
+    # ---- Decode worker
 
-    def _decoder(self, candidates: list[_Candidate], demand: Demand) -> DecodeChoice | None:
-        """Returns the best decoder; None: no worker has room within the ITL target."""
+    def _choose_decode(self, candidates: list[_Candidate], demand: Demand) -> DecodeChoice | None:
+        """Returns the best decode worker; None: no worker has room within the ITL target."""
         added = demand.num_mean_tokens
         fastest_s = _fastest_step_s(candidates)
         itl_s = reachable_itl_s(demand.itl_s, fastest_s)
@@ -417,15 +430,15 @@ class ElasticChoices:
         # With a limit of 0, every worker counts as needed, so the decodes are spread over all.
         shares = self._targets.shares_workers(fastest_s)
         limit_s = 0.0 if shares else itl_s * self._join_share(candidates, added)
-        hosts = sorted(
+        with_decodes = sorted(
             (candidate for candidate in candidates if candidate.load.num_decodes),
-            key=lambda host: -host.load.mean_itl_s(),
+            key=lambda one: -one.load.mean_itl_s(),
         )
         others = [candidate for candidate in candidates if not candidate.load.num_decodes]
         # Seconds of a step that the decodes need beyond the base of each worker that holds some.
-        left_s = sum(host.load.mean_itl_s() - host.load.single_step_s for host in hosts)
-        if hosts:
-            fullest = hosts[0].load
+        left_s = sum(one.load.mean_itl_s() - one.load.single_step_s for one in with_decodes)
+        if with_decodes:
+            fullest = with_decodes[0].load
             left_s += fullest.mean_itl_s(1, added) - fullest.mean_itl_s()
         best: _Candidate | None = None
         # The kind of choice comes first in the cost. Kinds, the best first:
@@ -435,7 +448,7 @@ class ElasticChoices:
         # 3: a worker whose steps become longer than limit_s; the one with the shortest steps;
         # 4: a worker whose batch outputs must be parked; core/dispatch.py then parks them.
         best_cost = math.inf, math.inf
-        for candidate in (*hosts, *others):
+        for candidate in (*with_decodes, *others):
             load = candidate.load
             step_s = load.mean_itl_s(1, added)
             is_needed = left_s > 0
@@ -495,15 +508,12 @@ class ElasticChoices:
     @staticmethod
     def _decode(candidate: _Candidate, demand: Demand) -> DecodeChoice:
         load = candidate.load
-        hits = load.traits.hits(candidate.held, demand.num_tokens)
         return DecodeChoice(
             load.key,
             predicted_s=load.mean_itl_s(1, demand.num_mean_tokens),
             num_kv_tokens=load.in_blocks(demand.num_tokens + demand.num_output_tokens),
-            num_cached_tokens=hits.num_cached,
             num_tokens=demand.num_tokens,
-            num_host_tokens=hits.num_host,
-            num_disk_tokens=hits.num_disk,
+            hits=load.traits.hits(candidate.held, demand.num_tokens),
         )
 
 

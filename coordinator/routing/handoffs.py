@@ -41,7 +41,7 @@ class Handoffs:
         if request.hands_over_all or kv_fingerprint.keeps_states(worker.hello.fingerprint):
             return 0
         block_size = block_size_of(worker.hello)
-        held = min(decode.num_cached_tokens, request.num_prefill_tokens - 1)
+        held = min(decode.hits.num_device, request.num_prefill_tokens - 1)
         return held // block_size * block_size
 
     def _is_possible(

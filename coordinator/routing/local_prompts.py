@@ -51,18 +51,15 @@ class LocalPrompts:
     def placed(self, decode: DecodeChoice) -> Placement:
         """Returns the placement of a request whose decode worker computes the prompt."""
         entry = self._router.loads.entries[decode.worker]
-        num_held = decode.num_cached_tokens + decode.num_host_tokens + decode.num_disk_tokens
-        num_new = max(1, decode.num_tokens - num_held)
+        num_new = max(1, decode.num_tokens - decode.hits.num_tokens)
         work_s = entry.traits.latency.prefill_s(num_new)
-        load_s = entry.load_s(decode.num_host_tokens, decode.num_disk_tokens, self._router.now)
+        load_s = entry.load_s(decode.hits, self._router.now)
         prefill = PrefillChoice(
             decode.worker,
             _outputs_step_s(entry) + load_s + work_s,
             work_s,
             num_new,
-            decode.num_cached_tokens,
-            decode.num_host_tokens,
-            decode.num_disk_tokens,
+            decode.hits,
         )
         return Placement(prefill, decode)
 

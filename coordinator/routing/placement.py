@@ -245,7 +245,6 @@ class Placer:
             worker,
             predicted_s=0.0,
             num_kv_tokens=num_tokens,
-            num_cached_tokens=0,
             num_tokens=num_tokens,
         )
         urgent = submission.lane != _BATCH

@@ -15,9 +15,9 @@ from baton.coordinator.routing.prefix_fetches import PrefixFetches
 from baton.coordinator.routing.prefix_match import NUM_HOLDERS, HeldPrefix, PrefixMatch
 from baton.coordinator.routing.request_needs import DecodeNeeds
 from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import NO_QUEUE_LIMIT, PromptHits, QueueLimit, WorkerLoad
+from baton.coordinator.routing.worker_load import NO_QUEUE_LIMIT, QueueLimit, WorkerLoad
 from baton.coordinator.state.lanes import Lane
-from baton.coordinator.state.requests import SessionKey, WorkerKey
+from baton.coordinator.state.requests import PromptHits, SessionKey, WorkerKey
 from baton.v1 import common_pb2
 
 # Limit of prefill work queued on one worker, by lane, in steps. With two steps the engine stays
@@ -102,11 +102,9 @@ class PoolChoices:
             hits = traits.hits(held, (num_tokens - 1) // size * size)
             work_s = traits.latency.prefill_s(num_tokens - hits.num_tokens)
             queued_s = entry.queued_s(self._router.now)
-            wait_s = queued_s + entry.load_s(hits.num_host, hits.num_disk, self._router.now)
+            wait_s = queued_s + entry.load_s(hits, self._router.now)
             cost = wait_s + work_s * factor
-            own = PrefillChoice(
-                worker, wait_s + work_s, work_s, num_tokens - hits.num_tokens, *hits
-            )
+            own = PrefillChoice(worker, wait_s + work_s, work_s, num_tokens - hits.num_tokens, hits)
             if cost < least:
                 least, best = cost, own
             if not sources:
@@ -198,15 +196,7 @@ class PoolChoices:
             found = self._target(packed, held, num_tokens, num_output_tokens)
             if found is not None and self._joins(found, best, source, max_itl_s):
                 best = found
-        return DecodeChoice(
-            best.entry.key,
-            best.itl_s,
-            best.num_kv_tokens,
-            best.hits.num_cached,
-            num_tokens,
-            best.hits.num_host,
-            best.hits.num_disk,
-        )
+        return DecodeChoice(best.entry.key, best.itl_s, best.num_kv_tokens, num_tokens, best.hits)
 
     def _decode_candidates(
         self,
@@ -270,7 +260,7 @@ class PoolChoices:
         if entry.num_urgent and packed.itl_s > _PACKED_ITL * best.itl_s:
             return False
         is_near = source is not None and source.traits.host_id == other.traits.host_id
-        return packed.hits.num_cached >= best.hits.num_cached and (
+        return packed.hits.num_device >= best.hits.num_device and (
             not is_near or entry.traits.host_id == other.traits.host_id
         )
 
@@ -283,7 +273,7 @@ class PoolChoices:
         if source is None:
             return target.entry.prompt_s(num_tokens, target.hits, self._router.now)
         near = source.traits.host_id == traits.host_id
-        num_bytes = (num_tokens - target.hits.num_cached) * source.traits.kv_bytes_per_token
+        num_bytes = (num_tokens - target.hits.num_device) * source.traits.kv_bytes_per_token
         return self._router.transfers.handoff_s(
             (source.key, target.entry.key), num_bytes, near=near
         )
@@ -309,4 +299,5 @@ class PoolChoices:
         )
         step_s = entry.itl_with_s(0, 0) if entry.num_decodes else 0.0
         predicted_s = entry.queued_s(self._router.now) + step_s + work_s + sent_s
-        return PrefillChoice(entry.key, predicted_s, work_s, num_tokens - cached, cached)
+        hits = PromptHits(num_device=cached)
+        return PrefillChoice(entry.key, predicted_s, work_s, num_tokens - cached, hits)

@@ -1,4 +1,4 @@
-"""Chooses which part of a prompt's beginning a reader fetches, and from which worker.
+"""Chooses which part of a prompt's beginning a prefill worker fetches, and from which worker.
 
 A fetch costs the wait for its holder, the bytes by measured speed, and the holder's load from host
 memory or disk. It pays if the computation that it saves takes longer.
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from baton.coordinator.routing.choices import Fetch, PrefillChoice
 from baton.coordinator.routing.prefix_match import HeldPrefix, PrefixMatch
 from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import PromptHits, WorkerLoad
-from baton.coordinator.state.requests import WorkerKey
+from baton.coordinator.routing.worker_load import WorkerLoad
+from baton.coordinator.state.requests import PromptHits, WorkerKey
 
 # Number of workers from which a prompt's beginning may be fetched, per choice.
 _NUM_SOURCES = 2
@@ -45,45 +45,43 @@ class PrefixFetches:
         self,
         match: PrefixMatch,
         sources: Mapping[WorkerKey, HeldPrefix],
-        reader: WorkerLoad,
+        entry: WorkerLoad,
         num_tokens: int,
         hits: PromptHits,
     ) -> Fetch | None:
-        """The fetch after which a reader has the prompt soonest; None: no worker holds more blocks.
+        """The fetch after which a worker has the prompt soonest; None: no other holds more blocks.
 
         Args:
             match: prefix match of the prompt.
             sources: result of `sources`.
-            reader: load of the worker that computes the prompt.
+            entry: load of the worker that computes the prompt.
             num_tokens: tokens of the prompt.
-            hits: tokens of the prompt that the reader holds.
+            hits: tokens of the prompt that this worker holds.
         """
-        traits, now, transfers = reader.traits, self._router.now, self._router.transfers
+        traits, now, transfers = entry.traits, self._router.now, self._router.transfers
         size, per_token = traits.block_size_tokens, traits.kv_bytes_per_token
         if not per_token or not traits.sends_prefixes:
             return None
         # The last token is always computed.
         usable = (num_tokens - 1) // size * size
         best, least = None, math.inf
-        for skip, num_own in self._skips(match, reader, hits, usable):
+        for skip, num_own in self._skips(match, entry, hits, usable):
             for key, held in sources.items():
                 holder = self._router.loads.entries[key]
                 most_bytes = min(holder.traits.max_send_bytes, traits.max_receive_bytes)
                 most_tokens = most_bytes // (per_token * size) * size
                 end = min(held.num_total * size, usable, skip + most_tokens)
-                if key == reader.key or end <= max(skip, hits.num_tokens):
+                if key == entry.key or end <= max(skip, hits.num_tokens):
                     continue
                 near = holder.traits.host_id == traits.host_id
                 num_bytes = (end - skip) * per_token
-                sending_s = transfers.seconds((key, reader.key), num_bytes, near=near)
+                sending_s = transfers.seconds((key, entry.key), num_bytes, near=near)
                 wait_s = max(transfers.wait_s(key), holder.one_step_s(now))
-                num_stored = max(0, end - held.num_device * size)
-                num_disk = min(held.num_disk * size, num_stored)
-                load_s = holder.load_s(num_stored - num_disk, num_disk, now)
+                load_s = holder.load_s(traits.hits(held, end), now)
                 fetch_s = _FETCH_BASE_S + wait_s + load_s + sending_s
                 if num_own:
-                    # The reader loads its own blocks meanwhile, in a step of its own.
-                    own_s = reader.load_s(num_own, 0, now) + reader.one_step_s(now)
+                    # The worker loads its own blocks meanwhile, in a step of its own.
+                    own_s = entry.load_s(PromptHits(0, num_own), now) + entry.one_step_s(now)
                     fetch_s = max(fetch_s, own_s)
                 total_s = fetch_s + traits.latency.prefill_s(num_tokens - end)
                 if total_s < least:
@@ -93,22 +91,22 @@ class PrefixFetches:
 
     @staticmethod
     def _skips(
-        match: PrefixMatch, reader: WorkerLoad, hits: PromptHits, usable: int
+        match: PrefixMatch, entry: WorkerLoad, hits: PromptHits, usable: int
     ) -> list[tuple[int, int]]:
-        """Prompt tokens that a fetch may leave out because its reader has them.
+        """Prompt tokens that a fetch may leave out because its receiver has them.
 
         Args:
             match: prefix match of the prompt.
-            reader: load of the worker that computes the prompt.
-            hits: tokens of the prompt that the reader holds.
+            entry: load of the worker that computes the prompt.
+            hits: tokens of the prompt that this worker holds.
             usable: tokens of the prompt that need not be computed; whole blocks.
 
         Returns:
-            Pairs of tokens to leave out, and those of them that the reader loads from host memory.
+            Pairs of tokens to leave out, and those of them that are loaded from host memory.
         """
-        if not (hits.num_cached or hits.num_host):
+        if not (hits.num_device or hits.num_host):
             return [(0, 0)]
-        own, size = match.reported_by(reader.key), reader.traits.block_size_tokens
+        own, size = match.reported_by(entry.key), entry.traits.block_size_tokens
         on_device = min(own.num_device * size, usable)
         with_host = min(own.num_total * size, usable)
         # A load from disk takes too long to hold the blocks after it in staging meanwhile.
@@ -124,7 +122,7 @@ class PrefixFetches:
             fetch: the fetch.
             work_s: seconds of the computation that is left.
         """
-        num_held = own.num_cached_tokens + own.num_host_tokens + own.num_disk_tokens
+        num_held = own.hits.num_tokens
         num_tokens = own.num_work_tokens + num_held
         saved_s = own.work_s - work_s
         timeout_s = max(saved_s, 2 * fetch.fetch_s, _LEAST_FETCH_TIMEOUT_S)
@@ -137,9 +135,6 @@ class PrefixFetches:
             fetch.fetch_s + work_s,
             work_s,
             num_tokens - fetch.num_tokens,
-            fetch.skip_tokens - fetch.host_tokens,
-            fetch.host_tokens,
-            fetch=fetch._replace(
-                timeout_s=timeout_s, least_tokens=min(fetch.num_tokens, least_tokens)
-            ),
+            PromptHits(fetch.skip_tokens - fetch.host_tokens, fetch.host_tokens),
+            fetch._replace(timeout_s=timeout_s, least_tokens=min(fetch.num_tokens, least_tokens)),
         )

@@ -194,8 +194,8 @@ class Router:
         host, disk = (
             entry.load_speeds.bytes_per_s(tier, self.now) if num_tokens else 0.0
             for tier, num_tokens in (
-                (Tier.HOST, choice.num_host_tokens),
-                (Tier.DISK, choice.num_disk_tokens),
+                (Tier.HOST, choice.hits.num_host),
+                (Tier.DISK, choice.hits.num_disk),
             )
         )
         if fetch is None or not fetch.sending_s:

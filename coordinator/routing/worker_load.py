@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from baton.coordinator.routing.load_speeds import LoadSpeeds
 from baton.coordinator.routing.prefix_index import Tier
 from baton.coordinator.routing.prefix_match import HeldPrefix
-from baton.coordinator.state.requests import WorkerKey
+from baton.coordinator.state.requests import PromptHits, WorkerKey
 from baton.runtime.latency import LatencyModel
 from baton.runtime.step_budget import StepTargets, Streams, prompt_speed
 
@@ -30,24 +30,6 @@ class Latency(Protocol):
 
 # Time until the first bytes of a load from host memory have arrived.
 _LOAD_BASE_S = 0.001
-
-
-class PromptHits(NamedTuple):
-    """Tokens of a prompt that a worker need not compute.
-
-    Attributes:
-        num_cached: tokens in the engine's prefix cache.
-        num_host: tokens after the cached ones that it loads from its KV store in host memory.
-        num_disk: tokens after the cached ones that it loads from its disk, through host memory.
-    """
-
-    num_cached: int
-    num_host: int
-    num_disk: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_cached + self.num_host + self.num_disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +76,10 @@ class WorkerTraits:
     def hits(self, held: HeldPrefix, most_tokens: int) -> PromptHits:
         """The tokens that a held prefix saves, at most `most_tokens`."""
         size = self.block_size_tokens
-        num_cached = min(held.num_device * size, most_tokens)
-        num_stored = min(held.num_total * size, most_tokens) - num_cached
+        num_device = min(held.num_device * size, most_tokens)
+        num_stored = min(held.num_total * size, most_tokens) - num_device
         num_disk = min(held.num_disk * size, num_stored)
-        return PromptHits(num_cached, num_stored - num_disk, num_disk)
+        return PromptHits(num_device, num_stored - num_disk, num_disk)
 
 
 @dataclass(slots=True)
@@ -277,14 +259,9 @@ class WorkerLoad:
             return 1.5 * min(self.queued_s(now), 2 * self._rest_of_step_s or self.step_s)
         return self.traits.latency.prefill_s(1)
 
-    def load_s(self, num_host: int, num_disk: int, now: float) -> float:
-        """Predicted seconds to load the KV cache of a prompt's tokens.
-
-        Args:
-            num_host: tokens in host memory.
-            num_disk: tokens on disk, which go through host memory.
-            now: time by the core's clock.
-        """
+    def load_s(self, hits: PromptHits, now: float) -> float:
+        """Predicted seconds to load the KV cache of tokens from host memory and from disk."""
+        num_host, num_disk = hits.num_host, hits.num_disk
         if not num_host + num_disk:
             return 0.0
         per_token, speeds = self.traits.kv_bytes_per_token, self.load_speeds
@@ -295,7 +272,7 @@ class WorkerLoad:
     def prompt_s(self, num_tokens: int, hits: PromptHits, now: float) -> float:
         """Predicted seconds to load and compute a prompt of `num_tokens` tokens without a queue."""
         num_new = max(1, num_tokens - hits.num_tokens)
-        load_s = self.load_s(hits.num_host, hits.num_disk, now)
+        load_s = self.load_s(hits, now)
         return self.traits.latency.prefill_s(num_new) + load_s
 
     def queued_s(self, now: float) -> float:

@@ -239,6 +239,24 @@ class PredictedSpeeds(NamedTuple):
     fetch: float = 0.0
 
 
+class PromptHits(NamedTuple):
+    """Tokens of a prompt that a worker need not compute.
+
+    Attributes:
+        num_device: tokens in the engine's prefix cache.
+        num_host: tokens after these that it loads from its KV store in host memory.
+        num_disk: tokens after these that it loads from its disk, through host memory.
+    """
+
+    num_device: int = 0
+    num_host: int = 0
+    num_disk: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_device + self.num_host + self.num_disk
+
+
 class PlacementPrediction(NamedTuple):
     """Predictions of the coordinator when it chose the workers of an attempt.
 
@@ -247,12 +265,10 @@ class PlacementPrediction(NamedTuple):
         queue_s: seconds until that worker begins to compute the prompt, including the load from
             host memory and from disk, or the fetch.
         computation_s: seconds of the prompt's computation there.
-        num_cached: prompt tokens in that worker's prefix cache.
+        hits: prompt tokens that this worker holds.
         decode_worker: ID of the worker that decodes; "": the request ends with its first token.
         step_s: seconds of a decode step there with this request; 0 without a decode worker.
-        num_host: prompt tokens in the host memory of the worker that computes the prompt.
-        num_disk: prompt tokens on the disk of that worker.
-        num_fetched: prompt tokens that this worker gets from another worker.
+        num_fetched: prompt tokens that the worker of the prompt gets from another worker.
         fetched_from: ID of the other worker; "": there is none.
         speeds: speeds of the loads and of the fetch.
     """
@@ -260,11 +276,9 @@ class PlacementPrediction(NamedTuple):
     prompt_worker: str
     queue_s: float
     computation_s: float
-    num_cached: int
+    hits: PromptHits
     decode_worker: str
     step_s: float
-    num_host: int = 0
-    num_disk: int = 0
     num_fetched: int = 0
     fetched_from: str = ""
     speeds: PredictedSpeeds = PredictedSpeeds()

@@ -99,11 +99,11 @@ class Cell:
         assert is_placed(found)
         name = f"r{self._num_placed}"
         self._num_placed += 1
-        self.router.assign_prefill(name, found.reader, [], due_at=due_at)
-        if found.decoder is not None:
-            self.router.assign_decode(name, found.decoder, urgent=True, num_mean_tokens=num_tokens)
+        self.router.assign_prefill(name, found.prefill, [], due_at=due_at)
+        if found.decode is not None:
+            self.router.assign_decode(name, found.decode, urgent=True, num_mean_tokens=num_tokens)
         if computed:
-            self.router.first_token(name, found.reader.worker, found.decoder.worker)
+            self.router.first_token(name, found.prefill.worker, found.decode.worker)
         self.router.check_integrity()
         return found
 
@@ -158,20 +158,20 @@ def test_decodes_share_few_workers_for_a_while_after_a_late_prompt():
 )
 def test_decodes_share_one_worker_and_the_other_computes_prompts_whatever_the_pools(workers):
     cell = Cell(*workers)
-    decoder = cell.start().decoder.worker
+    decoder = cell.start().decode.worker
     for _ in range(MOST - 1):
         found = cell.start()
-        assert found.decoder.worker == decoder
-        assert found.reader.worker != decoder
+        assert found.decode.worker == decoder
+        assert found.prefill.worker != decoder
 
 
 def test_a_prompt_beside_decodes_pays_no_base_of_its_own():
     """A step that computes prompts and decodes is one forward pass."""
     cell = Cell("a")
-    alone_s = cell.place().reader.work_s
+    alone_s = cell.place().prefill.work_s
     cell.start()
     speed = cell.router.load(key("a")).prompt_speed
-    assert cell.place().reader.work_s * speed == pytest.approx(alone_s - MODEL.prefill_base_s)
+    assert cell.place().prefill.work_s * speed == pytest.approx(alone_s - MODEL.prefill_base_s)
 
 
 def test_decodes_are_spread_evenly_over_the_fewest_workers_that_hold_them():
@@ -192,23 +192,23 @@ def test_steps_near_the_itl_target_are_shared_by_all_workers_if_gaps_are_long():
     cell = Cell("a", "b", itl_s=0.04, longest_gap=3)
     for number in range(8):
         found = cell.start(itl_s=0.04)
-        assert found.reader.worker == found.decoder.worker
+        assert found.prefill.worker == found.decode.worker
         assert abs(cell.num_decodes()[0] - cell.num_decodes()[1]) <= 1, number
     default = Cell("a", "b", itl_s=0.04)
-    decoder = default.start(itl_s=0.04).decoder.worker
+    decoder = default.start(itl_s=0.04).decode.worker
     found = default.start(itl_s=0.04)
-    assert found.decoder.worker == decoder
-    assert found.reader.worker != decoder
+    assert found.decode.worker == decoder
+    assert found.prefill.worker != decoder
 
 
 def test_with_long_gaps_a_short_prompt_is_read_where_it_is_decoded():
     cell = Cell("a", "b", longest_gap=3)
-    decoder = cell.start().decoder.worker
+    decoder = cell.start().decode.worker
     short, long = cell.place(64), cell.place(8000)
-    assert short.reader.worker == short.decoder.worker == decoder
+    assert short.prefill.worker == short.decode.worker == decoder
     # The long one would come more than a step later there.
-    assert long.decoder.worker == decoder
-    assert long.reader.worker != decoder
+    assert long.decode.worker == decoder
+    assert long.prefill.worker != decoder
 
 
 def test_a_request_waits_when_one_more_decode_would_break_the_itl_target():
@@ -232,11 +232,11 @@ def test_an_itl_target_that_no_worker_can_keep_makes_no_request_wait():
 
 def test_a_prompt_goes_where_it_is_computed_soonest():
     cell = Cell("a", "b")
-    decoder = cell.start().decoder.worker
-    reader = cell.start(1500, computed=False).reader
+    decoder = cell.start().decode.worker
+    reader = cell.start(1500, computed=False).prefill
     assert reader.worker != decoder
     # 150 ms of work lie before it there. Beside a decode it would take three times as long.
-    assert cell.start(1600, computed=False).reader.worker == reader.worker
+    assert cell.start(1600, computed=False).prefill.worker == reader.worker
     # Now 300 ms lie before a long prompt, and it waits. A short one overtakes.
     assert cell.place(1700) is BUSY
     assert is_placed(cell.place(100))
@@ -248,9 +248,9 @@ def test_a_prefix_hit_outweighs_an_idle_worker():
     events = cluster_pb2.CacheEvents(stored=block_hashes(prompt, BLOCK))
     cell.router.apply_cache(key("b"), events)
     found = cell.place(len(prompt), prompt)
-    assert found.reader.worker == key("b")
-    assert found.reader.num_work_tokens == BLOCK
-    assert found.reader.num_cached_tokens == 1600 - BLOCK
+    assert found.prefill.worker == key("b")
+    assert found.prefill.num_work_tokens == BLOCK
+    assert found.prefill.hits.num_device == 1600 - BLOCK
 
 
 def test_a_request_is_late_when_no_worker_can_be_in_time():
@@ -268,8 +268,8 @@ def test_a_request_is_late_when_no_worker_can_be_in_time():
 def test_a_late_request_gets_only_a_fast_worker_without_prompts():
     cell = Cell("a", "b")
     for _ in range(MOST):
-        decoder = cell.start().decoder.worker
-    assert cell.place(waits_for_others=True).reader.worker != decoder
+        decoder = cell.start().decode.worker
+    assert cell.place(waits_for_others=True).prefill.worker != decoder
     cell.start(500, computed=False)
     assert cell.place(waits_for_others=True) is BUSY
     assert is_placed(cell.place(must_place=True))
@@ -278,23 +278,23 @@ def test_a_late_request_gets_only_a_fast_worker_without_prompts():
 def test_overdue_prompts_are_behind_a_prompt_that_can_be_in_time():
     cell = Cell("a")
     for name in "xyz":
-        cell.router.assign_prefill(name, PrefillChoice(key("a"), 0.0, 0.15, 1500, 0), [], due_at=1)
+        cell.router.assign_prefill(name, PrefillChoice(key("a"), 0.0, 0.15, 1500), [], due_at=1)
     assert cell.place(1600) is BUSY
     for name in "xyz":
         cell.router.release(name, key("a"), None)
-        cell.router.assign_prefill(name, PrefillChoice(key("a"), 0.0, 0.15, 1500, 0), [], due_at=-1)
-    found = cell.place(1600).reader
+        cell.router.assign_prefill(name, PrefillChoice(key("a"), 0.0, 0.15, 1500), [], due_at=-1)
+    found = cell.place(1600).prefill
     # Up to 100 ms of the step under way are left.
     assert found.work_s < found.predicted_s <= found.work_s + 0.1
 
 
 def test_half_a_step_without_decodes_may_be_left_before_a_shorter_prompt():
     cell = Cell("a")
-    choice = PrefillChoice(key("a"), 0.0, 0.5, 5000, 0)
+    choice = PrefillChoice(key("a"), 0.0, 0.5, 5000)
     cell.router.assign_prefill("long", choice, [])
     for prompt_step_s in (0.2, 0.1):
         cell.router.set_step_targets(StepTargets(ITL_S, ITL_S, prompt_step_s))
-        found = cell.place(100).reader
+        found = cell.place(100).prefill
         assert found.predicted_s - found.work_s == pytest.approx(prompt_step_s / 2)
 
 
@@ -331,7 +331,7 @@ def test_a_late_prompt_joins_another_where_only_this_worker_holds_its_prefix():
         stored=block_hashes(prompt[:1200], BLOCK), tier=cluster_pb2.CACHE_TIER_HOST
     )
     for name in "ab":
-        late = PrefillChoice(key(name), 0.0, 0.1, 1000, 0)
+        late = PrefillChoice(key(name), 0.0, 0.1, 1000)
         cell.router.assign_prefill(f"late-{name}", late, [], due_at=-1.0)
     assert cell.place(len(prompt), prompt, must_place=True) is BUSY
     cell.router.add_worker(
@@ -340,9 +340,9 @@ def test_a_late_prompt_joins_another_where_only_this_worker_holds_its_prefix():
         Pool.PREFILL,
     )
     cell.router.apply_cache(key("c"), events)
-    late = PrefillChoice(key("c"), 0.0, 0.1, 1000, 0)
+    late = PrefillChoice(key("c"), 0.0, 0.1, 1000)
     cell.router.assign_prefill("late-c", late, [], due_at=-1.0)
-    assert cell.place(len(prompt), prompt, must_place=True).reader.worker == key("c")
+    assert cell.place(len(prompt), prompt, must_place=True).prefill.worker == key("c")
     # It holds less than a quarter of this prompt.
     assert cell.place(6400, list(range(6400)), must_place=True) is BUSY
     # A prefix that many workers hold, such as a system prompt, is no reason to go to any of them.
@@ -384,7 +384,7 @@ def test_an_output_of_few_tokens_stays_where_its_prompt_is_read(num_tokens, itl_
     cell = Cell("a", "b", itl_s=itl_s)
     cell.start(500, itl_s=itl_s)
     second = cell.place(500, num_output_tokens=num_tokens, itl_s=itl_s)
-    assert (second.reader.worker == second.decoder.worker) == stays
+    assert (second.prefill.worker == second.decode.worker) == stays
 
 
 def test_outputs_of_few_tokens_slow_no_other_prompts():
@@ -392,9 +392,9 @@ def test_outputs_of_few_tokens_slow_no_other_prompts():
     cell = Cell("a", "b")
     for _ in range(MOST - 1):
         cell.start(500)
-    assert cell.start(30_000, computed=False, num_output_tokens=0).reader.worker == key("b")
+    assert cell.start(30_000, computed=False, num_output_tokens=0).prefill.worker == key("b")
     second = cell.place(2000, num_output_tokens=2)
-    assert (second.reader.worker, second.decoder.worker) == (key("b"), key("a"))
+    assert (second.prefill.worker, second.decode.worker) == (key("b"), key("a"))
 
 
 @pytest.mark.parametrize(
@@ -408,13 +408,13 @@ def test_an_output_stays_where_its_prompt_is_read_if_a_handoff_might_cost_its_ta
     cell = Cell(*workers, itl_s=itl_s)
     cell.start(500, itl_s=itl_s)
     second = cell.place(500, itl_s=itl_s)
-    assert (second.reader.worker == second.decoder.worker) == stays
+    assert (second.prefill.worker == second.decode.worker) == stays
 
 
 def test_a_large_cell_is_divided_into_groups_that_share_the_load():
     cell = Cell(*(f"w{number}" for number in range(80)))
     assert len(cell.choices.candidates(cell.match(), "")) == 27
-    decoders = {cell.start().decoder.worker for _ in range(3 * MOST)}
+    decoders = {cell.start().decode.worker for _ in range(3 * MOST)}
     # Each group packs its outputs on one worker.
     assert len(decoders) == 3
     prompt = list(range(1600))
@@ -422,7 +422,7 @@ def test_a_large_cell_is_divided_into_groups_that_share_the_load():
     for worker in (key(f"w{number}") for number in range(80)):
         if worker not in decoders:
             cell.router.apply_cache(worker, events)
-            assert cell.place(len(prompt), prompt).reader.worker == worker
+            assert cell.place(len(prompt), prompt).prefill.worker == worker
             cell.router.apply_cache(worker, cluster_pb2.CacheEvents(reset=True))
 
 
@@ -436,7 +436,7 @@ def test_a_request_without_room_in_the_kv_caches_waits():
 
 
 def test_a_request_that_ends_with_its_first_token_needs_no_decoder():
-    assert Cell("a").place(num_output_tokens=0).decoder is None
+    assert Cell("a").place(num_output_tokens=0).decode is None
 
 
 def test_without_workers_a_request_waits_and_is_not_late():

@@ -45,7 +45,7 @@ def world(new_world):
         world.attach(name, common_pb2.ROLE_PREFILL, capacity=capacity)
     for tier in TIERS:
         keep(world, HOLDER, tier)
-    busy = PrefillChoice((HOLDER, 1), 0.0, 9.0, 10, 0)
+    busy = PrefillChoice((HOLDER, 1), 0.0, 9.0, 10)
     router_of(world).assign_prefill("busy", busy, [])
     return world
 

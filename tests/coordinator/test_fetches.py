@@ -63,7 +63,7 @@ def holds(found: Router, name: str, num_blocks: int, tier: int = DEVICE) -> None
 def queue(found: Router, name: str, seconds: float, number: int = 1) -> None:
     for index in range(number):
         # Short prompts go first.
-        choice = PrefillChoice((name, 1), 0.0, seconds, 10, 0)
+        choice = PrefillChoice((name, 1), 0.0, seconds, 10)
         found.assign_prefill(f"{name}{index}", choice, [])
 
 
@@ -72,7 +72,7 @@ def both(found: Router) -> list[PrefillChoice]:
     match = found.match(block_hashes(PROMPT, BLOCK))
     placed = elastic_choices(found).place(match, DEMAND)
     assert not isinstance(placed, NoPlacement)
-    return [pool_choices(found).choose_prefill(match, len(PROMPT)), placed.reader]
+    return [pool_choices(found).choose_prefill(match, len(PROMPT)), placed.prefill]
 
 
 @pytest.mark.parametrize("tier", [DEVICE, HOST])
@@ -84,7 +84,7 @@ def test_a_busy_worker_s_prefix_is_fetched_by_an_idle_one(tier):
         fetch = choice.fetch
         assert choice.worker == A
         assert (fetch.holder, fetch.num_tokens, fetch.skip_tokens) == (B, 2400, 0)
-        assert (choice.num_work_tokens, choice.num_cached_tokens) == (800, 0)
+        assert (choice.num_work_tokens, choice.hits.num_device) == (800, 0)
         assert choice.work_s == pytest.approx(MODEL.prefill_s(800))
         assert choice.predicted_s == pytest.approx(fetch.fetch_s + choice.work_s)
         # A fetch that takes longer than the computation that it saves is given up.
@@ -121,7 +121,7 @@ def test_the_reader_s_own_blocks_are_not_fetched():
     queue(found, "b", 5.0, 4)
     for choice in both(found):
         assert (choice.worker, choice.fetch.skip_tokens, choice.fetch.num_tokens) == (A, 800, 2400)
-        assert (choice.num_cached_tokens, choice.num_work_tokens) == (800, 800)
+        assert (choice.hits.num_device, choice.num_work_tokens) == (800, 800)
 
 
 def test_the_reader_s_blocks_in_host_memory_are_loaded_beside_the_fetch():
@@ -134,7 +134,7 @@ def test_the_reader_s_blocks_in_host_memory_are_loaded_beside_the_fetch():
         fetch = choice.fetch
         assert (choice.worker, fetch.num_tokens) == (A, 2400)
         assert (fetch.skip_tokens, fetch.host_tokens) == (800, 480)
-        assert (choice.num_cached_tokens, choice.num_host_tokens) == (320, 480)
+        assert choice.hits[:2] == (320, 480)
         assert choice.num_work_tokens == 800
 
 
@@ -184,7 +184,7 @@ def test_two_tokens_are_left_to_compute():
 
 def test_a_prefix_that_a_worker_only_expects_is_not_fetched_from_it():
     found = router("a", "b")
-    queued = PrefillChoice(B, 0.0, 2.0, 20000, 0)
+    queued = PrefillChoice(B, 0.0, 2.0, 20000)
     found.assign_prefill("other", queued, block_hashes(PROMPT, BLOCK)[:150])
     for choice in both(found):
         assert choice.fetch is None
@@ -297,7 +297,7 @@ def cell(new_world, **changes):
         world.attach(name, common_pb2.ROLE_PREFILL)
     keep(world, "h", SIZE)
     # The holder's queue is long, so that the prompt is computed elsewhere.
-    router_of(world).assign_prefill("other", PrefillChoice(("h", 1), 0.0, 9.0, 10, 0), [])
+    router_of(world).assign_prefill("other", PrefillChoice(("h", 1), 0.0, 9.0, 10), [])
     return world
 
 

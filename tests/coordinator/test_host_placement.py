@@ -9,9 +9,10 @@ from baton.coordinator.routing.choices import PrefillChoice
 from baton.coordinator.routing.elastic_choices import Demand
 from baton.coordinator.routing.prefix_match import HeldPrefix
 from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import PromptHits, WorkerLoad, WorkerTraits
+from baton.coordinator.routing.worker_load import WorkerLoad, WorkerTraits
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.requests import PromptHits
 from baton.runtime.block_hashes import block_hashes
 from baton.runtime.latency import LatencyModel
 from baton.runtime.step_budget import StepTargets
@@ -70,10 +71,10 @@ def test_a_prompt_saves_its_device_blocks_and_loads_the_host_blocks_behind_them(
     assert kind.hits(HeldPrefix(2, 5), 40) == PromptHits(32, 8)
     assert kind.hits(HeldPrefix(5, 5), 48) == PromptHits(48, 0)
     load = load_of(kind)
-    assert load.load_s(0, 0, 0.0) == 0
-    assert load.load_s(1000, 0, 0.0) == pytest.approx(0.01, abs=0.002)
+    assert load.load_s(PromptHits(), 0.0) == 0
+    assert load.load_s(PromptHits(0, 1000), 0.0) == pytest.approx(0.01, abs=0.002)
     assert load.prompt_s(100, PromptHits(32, 48), 0.0) == pytest.approx(
-        MODEL.prefill_s(20) + load.load_s(48, 0, 0.0)
+        MODEL.prefill_s(20) + load.load_s(PromptHits(0, 48), 0.0)
     )
 
 
@@ -82,10 +83,10 @@ def test_blocks_on_disk_take_longer_than_those_in_host_memory():
     assert kind.hits(HeldPrefix(2, 5, 2), 1000) == PromptHits(32, 16, 32)
     assert kind.hits(HeldPrefix(2, 5, 2), 40) == PromptHits(32, 0, 8)
     load = load_of(kind)
-    assert load.load_s(0, 1000, 0.0) == pytest.approx(0.1 + 0.01, abs=0.002)
-    assert load.load_s(500, 500, 0.0) == pytest.approx(0.05 + 0.01, abs=0.002)
+    assert load.load_s(PromptHits(0, 0, 1000), 0.0) == pytest.approx(0.1 + 0.01, abs=0.002)
+    assert load.load_s(PromptHits(0, 500, 500), 0.0) == pytest.approx(0.05 + 0.01, abs=0.002)
     assert load.prompt_s(100, PromptHits(32, 16, 32), 0.0) == pytest.approx(
-        MODEL.prefill_s(20) + load.load_s(16, 32, 0.0)
+        MODEL.prefill_s(20) + load.load_s(PromptHits(0, 16, 32), 0.0)
     )
     found = router("a", "b", "c", disk_bytes_per_s=1e9)
     holds(found, "b", 150, cluster_pb2.CACHE_TIER_DISK)
@@ -101,13 +102,12 @@ def test_a_worker_that_holds_the_prefix_in_any_tier_is_preferred(tier):
     match = found.match(block_hashes(PROMPT, BLOCK))
     choice = pool_choices(found, fetches=False).choose_prefill(match, len(PROMPT))
     assert choice.worker == ("b", 1)
-    found_in = (choice.num_cached_tokens, choice.num_host_tokens, choice.num_disk_tokens)
-    assert found_in == tuple(2400 if one == tier else 0 for one in _TIERS)
+    assert choice.hits == tuple(2400 if one == tier else 0 for one in _TIERS)
     assert choice.num_work_tokens == 800
-    load_s = load_of(traits()).load_s(choice.num_host_tokens, choice.num_disk_tokens, 0.0)
+    load_s = load_of(traits()).load_s(choice.hits, 0.0)
     assert choice.predicted_s == pytest.approx(MODEL.prefill_s(800) + load_s)
     placed = elastic_choices(found, fetches=False).place(match, DEMAND)
-    assert placed.reader == choice
+    assert placed.prefill == choice
 
 
 def test_blocks_on_the_device_are_preferred_to_blocks_in_host_memory():
@@ -118,7 +118,7 @@ def test_blocks_on_the_device_are_preferred_to_blocks_in_host_memory():
     match = found.match(block_hashes(PROMPT, BLOCK))
     assert pool_choices(found, fetches=False).choose_prefill(match, len(PROMPT)).worker == ("b", 1)
     placed = elastic_choices(found, fetches=False).place(match, DEMAND)
-    assert placed.reader.worker == ("b", 1)
+    assert placed.prefill.worker == ("b", 1)
 
 
 def test_a_slow_load_is_not_preferred_to_computing():
@@ -126,7 +126,7 @@ def test_a_slow_load_is_not_preferred_to_computing():
     holds(found, "b", 150, cluster_pb2.CACHE_TIER_HOST)
     match = found.match(block_hashes(PROMPT, BLOCK))
     placed = elastic_choices(found, fetches=False).place(match, DEMAND)
-    assert placed.reader.worker == ("a", 1)
+    assert placed.prefill.worker == ("a", 1)
 
 
 @pytest.mark.parametrize("tier", [cluster_pb2.CACHE_TIER_HOST, cluster_pb2.CACHE_TIER_DISK])
@@ -135,11 +135,11 @@ def test_a_worker_whose_loads_were_slow_gets_no_prompt_that_needs_one(tier):
     choices = elastic_choices(found, fetches=False)
     holds(found, "b", 150, tier)
     match = found.match(block_hashes(PROMPT, BLOCK))
-    assert choices.place(match, DEMAND).reader.worker == ("b", 1)
+    assert choices.place(match, DEMAND).prefill.worker == ("b", 1)
     slow, none = cluster_pb2.TierLoads(num_bytes=10**8, duration_us=10**6), cluster_pb2.TierLoads()
     loads = (slow, none) if tier == cluster_pb2.CACHE_TIER_HOST else (none, slow)
     found.report_loads(("b", 1), *loads)
-    assert choices.place(match, DEMAND).reader.worker == ("a", 1)
+    assert choices.place(match, DEMAND).prefill.worker == ("a", 1)
     assert pool_choices(found, fetches=False).choose_prefill(match, len(PROMPT)).worker == ("a", 1)
 
 
@@ -153,7 +153,7 @@ def test_a_tier_that_the_coordinator_does_not_know_is_ignored():
 def test_a_host_hit_is_left_when_the_queue_is_longer_than_what_it_saves(num_queued):
     found = router("a", "b")
     holds(found, "b", 150, cluster_pb2.CACHE_TIER_HOST)
-    queued = PrefillChoice(("b", 1), 0.0, 0.1, 800, 0)
+    queued = PrefillChoice(("b", 1), 0.0, 0.1, 800)
     for number in range(num_queued):
         found.assign_prefill(f"q{number}", queued, [])
     match = found.match(block_hashes(PROMPT, BLOCK))
@@ -163,7 +163,7 @@ def test_a_host_hit_is_left_when_the_queue_is_longer_than_what_it_saves(num_queu
     assert soonest.worker == (("b", 1) if num_queued <= 1 else ("a", 1))
     # Work counts more than waiting: computing the tokens again also delays others.
     placed = choices.place(match, DEMAND)
-    assert placed.reader.worker == (("b", 1) if num_queued <= 1 else ("a", 1))
+    assert placed.prefill.worker == (("b", 1) if num_queued <= 1 else ("a", 1))
     weighed = pool_choices(found, fetches=False).choose_prefill(match, len(PROMPT))
     assert weighed.worker == (("b", 1) if num_queued <= 8 else ("a", 1))
 
@@ -214,8 +214,7 @@ def test_the_next_turn_of_a_conversation_goes_to_the_worker_that_kept_it(new_wor
     (request,) = world.core.running()
     predicted = request.placement_prediction
     assert predicted.prompt_worker == holder
-    found = (predicted.num_cached, predicted.num_host, predicted.num_disk)
-    assert found == tuple(800 if one == tier else 0 for one in _TIERS)
+    assert predicted.hits == tuple(800 if one == tier else 0 for one in _TIERS)
 
 
 def test_usage_and_explain_count_tokens_of_every_tier(new_world, out):

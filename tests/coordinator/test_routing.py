@@ -84,7 +84,7 @@ def test_a_prompt_goes_where_its_prefix_is() -> None:
     for number in range(4):
         choice = cluster.send(f"again{number}", prompt(1) + prompt(number + 2))
         assert choice.worker == where
-        assert choice.num_cached_tokens == 320
+        assert choice.hits.num_device == 320
         assert choice.work_s == pytest.approx(MODEL.prefill_s(320))
         cluster.done(f"again{number}")
 
@@ -93,8 +93,8 @@ def test_a_whole_prompt_in_the_cache_still_computes_its_last_token() -> None:
     cluster = Cluster("a")
     cluster.send("1", prompt(1, 320))
     cluster.done("1")
-    assert cluster.send("2", prompt(1, 320)).num_cached_tokens == 304
-    assert cluster.send("3", prompt(1, 321)).num_cached_tokens == 320
+    assert cluster.send("2", prompt(1, 320)).hits.num_device == 304
+    assert cluster.send("3", prompt(1, 321)).hits.num_device == 320
 
 
 def test_a_burst_of_equal_prompts_stays_together() -> None:
@@ -109,7 +109,7 @@ def test_what_is_expected_gives_way_to_what_the_worker_reports() -> None:
     # The worker computed the prompt and evicted it at once.
     cluster.router.first_token("1", worker, None)
     cluster.router.check_integrity()
-    assert cluster.send("2", prompt(1)).num_cached_tokens == 0
+    assert cluster.send("2", prompt(1)).hits.num_device == 0
 
 
 def test_a_cleared_cache_counts_for_nothing() -> None:
@@ -118,7 +118,7 @@ def test_a_cleared_cache_counts_for_nothing() -> None:
     cluster.done("1")
     kept = block_hashes(prompt(1), BLOCK)[:3]
     cluster.router.apply_cache(key("a"), cluster_pb2.CacheEvents(reset=True, stored=kept))
-    assert cluster.send("2", prompt(1)).num_cached_tokens == 48
+    assert cluster.send("2", prompt(1)).hits.num_device == 48
 
 
 def test_a_hot_system_prompt_spreads_under_load() -> None:
@@ -177,7 +177,7 @@ def test_a_session_leaves_a_worker_that_has_too_much_to_do() -> None:
     cluster.done("0")
     # Saving the prefill of 304 tokens is worth a wait of 0.5 s, but not of a minute.
     for queued_s, stays in ((0.5, True), (60.0, False)):
-        queued = PrefillChoice(first, queued_s, queued_s, 1, 0)
+        queued = PrefillChoice(first, queued_s, queued_s, 1)
         cluster.router.assign_prefill("queued", queued, [])
         second = cluster.send("1", prompt(1), "chat").worker
         assert (second == first) == stays
@@ -296,7 +296,7 @@ def test_a_decode_worker_that_holds_the_prefix_is_worth_the_transfer_saved() -> 
     router.index.stored(key("d"), block_hashes(prompt(1), BLOCK))
     choice = decode(router, "1", prompt(1), prefill=key("p"))
     assert choice is not None
-    assert (choice.worker, choice.num_cached_tokens) == (key("d"), 320)
+    assert (choice.worker, choice.hits.num_device) == (key("d"), 320)
 
 
 def test_of_equals_the_prefill_workers_own_host_decodes() -> None:
