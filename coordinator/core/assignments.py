@@ -22,7 +22,7 @@ class Assignments:
         self._workers, self._placers = workers, placers
 
     def assign(
-        self, request: Request, placement: Placement, num_tokens: int, *, yields: bool
+        self, request: Request, placement: Placement, num_tokens: int, *, can_be_parked: bool
     ) -> None:
         """Counts a new attempt.
 
@@ -30,9 +30,9 @@ class Assignments:
             request: The request, with the workers of the attempt.
             placement: The placer's choice.
             num_tokens: Number of tokens of the prompt and the known output.
-            yields: See Placer.assign.
+            can_be_parked: See Placer.assign.
         """
-        self._placers.of(request.fleet).assign(request, placement, yields=yields)
+        self._placers.of(request.fleet).assign(request, placement, can_be_parked=can_be_parked)
         for key in (request.prefill, request.decode):
             if (worker := self._workers.get(key)) is not None:
                 worker.ledger.assign(request.key, num_tokens)

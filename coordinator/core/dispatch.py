@@ -127,7 +127,7 @@ class Dispatcher:
             # workers meanwhile, there would never be one.
             return True
         # Each time room becomes free, an interactive prompt would take it.
-        return self._lifecycle.lanes.is_due(request) and placer.is_crowded_out(request)
+        return self._lifecycle.lanes.is_due(request) and placer.takes_only_interactive(request)
 
     def _made_room(
         self, placer: Placer, request: Request, placement: Placement | NoPlacement, now: float
@@ -151,10 +151,10 @@ class Dispatcher:
         if wanted is None or worker is None or entry is None:
             return False
         parked, num_tokens = list[Request](), 0
-        for batch in sorted(self._yielding(worker), key=partial(_parking_cost, worker)):
+        for batch in sorted(self._parkable(worker), key=partial(_parking_cost, worker)):
             if num_tokens >= wanted.num_tokens and len(parked) >= wanted.num_requests:
                 break
-            num_yielded = entry.yielding_tokens_of(batch.key)
+            num_yielded = entry.parkable_tokens_of(batch.key)
             if num_yielded:
                 parked.append(batch)
                 num_tokens += num_yielded
@@ -164,7 +164,7 @@ class Dispatcher:
             self._lifecycle.park(batch, now)
         return True
 
-    def _yielding(self, worker: Worker) -> list[Request]:
+    def _parkable(self, worker: Worker) -> list[Request]:
         """Returns the batch outputs of a worker that can be parked."""
         return [
             request
@@ -185,8 +185,8 @@ class Dispatcher:
         while self._placers.crowded:
             crowded, _ = self._placers.crowded.popitem()
             worker = self._workers.get(crowded)
-            while worker is not None and self._placers.of(worker.fleet).must_yield(worker.key):
-                batch = self._yielding(worker)
+            while worker is not None and self._placers.of(worker.fleet).is_crowded(worker.key):
+                batch = self._parkable(worker)
                 if not batch:
                     break
                 self._lifecycle.park(min(batch, key=partial(_parking_cost, worker)), now)

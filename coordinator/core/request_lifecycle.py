@@ -230,7 +230,7 @@ class RequestLifecycle:
         num_tokens = request.num_tokens
         # The tenant is charged only for the first attempt.
         is_owed = self.lanes.dispatched(request, num_tokens if request.attempt == 1 else 0)
-        self._assignments.assign(request, placement, num_tokens, yields=not is_owed)
+        self._assignments.assign(request, placement, num_tokens, can_be_parked=not is_owed)
         self._add_session_blocks(request)
         self._keep_deltas(request, decoder)
         self.fetches.begin(request, placement, now)

@@ -426,7 +426,7 @@ class ElasticChoices:
         if demand.is_batch:
             # Beside interactive outputs, batch outputs join only with a margin. Otherwise they
             # would be parked and placed again all the time.
-            longest_s = itl_s * _JOIN_SHARE if self._router.num_urgent else math.inf
+            longest_s = itl_s * _JOIN_SHARE if self._router.num_interactive else math.inf
         # With a limit of 0, every worker counts as needed, so the decodes are spread over all.
         shares = self._targets.shares_workers(fastest_s)
         limit_s = 0.0 if shares else itl_s * self._join_share(candidates, added)
@@ -462,7 +462,7 @@ class ElasticChoices:
                 cost = (0.0, step_s) if is_needed else (1.0, -step_s)
             elif step_s <= longest_s or demand.must_place:
                 cost = 3.0, step_s
-            elif not demand.is_batch and load.mean_itl_after_yielding_s(1, added) <= itl_s:
+            elif not demand.is_batch and load.mean_itl_after_parking_s(1, added) <= itl_s:
                 cost = 4.0, step_s
             else:
                 continue

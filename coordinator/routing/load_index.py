@@ -26,7 +26,7 @@ class LoadIndex:
         max_prefill_requests: Limit of prompts assigned to one worker.
         max_decode_requests: Limit of decodes assigned to one worker; the engine's own limit of
             requests per step (max_seqs) applies too. A worker at its limit is full: no index except
-            by_yielding contains it.
+            by_parkable contains it.
 
     Attributes:
         step_targets: Targets of the workers' steps in an elastic cell; None elsewhere.
@@ -37,8 +37,8 @@ class LoadIndex:
         by_queue: prefill workers ordered by the time when their prefill work is done.
         by_itl: decode workers ordered by seconds per step.
         by_room: decode workers ordered by free KV tokens, most first (stored negated).
-        by_itl_apart: like by_itl, but only workers without urgent decodes.
-        by_yielding: decode workers (including full workers) with decodes that may be parked,
+        by_itl_apart: like by_itl, but only workers without interactive decodes.
+        by_parkable: decode workers (including full workers) with decodes that may be parked,
             ordered by the KV tokens free after parking all of these, most first.
     """
 
@@ -61,7 +61,7 @@ class LoadIndex:
         self.by_itl: LeastLoaded[WorkerKey] = LeastLoaded()
         self.by_itl_apart: LeastLoaded[WorkerKey] = LeastLoaded()
         self.by_room: LeastLoaded[WorkerKey] = LeastLoaded()
-        self.by_yielding: LeastLoaded[WorkerKey] = LeastLoaded()
+        self.by_parkable: LeastLoaded[WorkerKey] = LeastLoaded()
         self._by_host: dict[str, LeastLoaded[WorkerKey]] = {}
 
     def set_step_targets(self, targets: StepTargets) -> None:
@@ -173,15 +173,15 @@ class LoadIndex:
         if self.step_targets is not None:
             entry.predict_prompt_speed(self.step_targets, self.now)
         self.update_prompts(entry)
-        if self.decodes(pool) and entry.yielding_tokens:
-            self.by_yielding.set(worker, -entry.free_tokens - entry.yielding_tokens)
+        if self.decodes(pool) and entry.parkable_tokens:
+            self.by_parkable.set(worker, -entry.free_tokens - entry.parkable_tokens)
         else:
-            self.by_yielding.remove(worker)
+            self.by_parkable.remove(worker)
         if self.decodes(pool) and entry.num_decodes < self.most_decodes(entry):
             self.open_decode |= entry.bit
             itl_s = entry.itl_with_s(0, 0)
             self.by_itl.set(worker, itl_s)
-            if entry.num_urgent:
+            if entry.num_interactive:
                 self.by_itl_apart.remove(worker)
             else:
                 self.by_itl_apart.set(worker, itl_s)
@@ -209,14 +209,14 @@ class LoadIndex:
             if self.computes_prompts(pool) and entry.num_prefills < self._max_prefills:
                 prefills |= entry.bit
                 assert self.by_queue.load(worker) == entry.free_at
-            assert (worker in self.by_yielding) == (
-                self.decodes(pool) and entry.yielding_tokens > 0
+            assert (worker in self.by_parkable) == (
+                self.decodes(pool) and entry.parkable_tokens > 0
             )
             if self.decodes(pool) and entry.num_decodes < self.most_decodes(entry):
                 decodes |= entry.bit
                 assert worker in self.by_itl
                 assert self.by_room.load(worker) == -entry.free_tokens
-                assert (worker in self.by_itl_apart) == (entry.num_urgent == 0)
+                assert (worker in self.by_itl_apart) == (entry.num_interactive == 0)
                 assert worker in self._by_host[entry.traits.host_id]
         assert self.kinds == Counter(map(_kind_of, self.entries.values()))
         assert (self.open_prefill, self.open_decode) == (prefills, decodes)

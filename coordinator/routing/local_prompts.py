@@ -86,7 +86,7 @@ class LocalPrompts:
             entry.record_long_gaps(choice.num_work_tokens, _LONG_GAPS_SHARE, self._router.now)
 
     def _tolerates(self, entry: WorkerLoad, step_s: float, lane: Lane) -> bool:
-        """Whether a worker's urgent requests tolerate a step of this length for this lane."""
+        """Whether a worker's interactive requests tolerate a step of this length for this lane."""
         return not self._exceeds_target(entry, step_s) or (
             lane != common_pb2.LANE_BATCH
             and step_s <= self._itl_target_s * _LONGEST_GAP
@@ -94,8 +94,8 @@ class LocalPrompts:
         )
 
     def _exceeds_target(self, entry: WorkerLoad, step_s: float) -> bool:
-        """Whether a step of this length exceeds the ITL target of an urgent request there."""
-        return entry.num_urgent > 0 and step_s > self._itl_target_s
+        """Whether a step of this length exceeds the ITL target of an interactive request there."""
+        return entry.num_interactive > 0 and step_s > self._itl_target_s
 
 
 def _outputs_step_s(entry: WorkerLoad) -> float:

@@ -188,7 +188,7 @@ class Placer:
         Returns:
             None if the request waits for something else, or is a batch request itself.
         """
-        if self.router.most_yielding() is None or self._needs.prompt_lane(request) == _BATCH:
+        if self.router.most_parkable() is None or self._needs.prompt_lane(request) == _BATCH:
             return None
         return self._without_avoided(request, self._room_wanted)
 
@@ -201,19 +201,20 @@ class Placer:
         """
         return self._rule.room_at(request)
 
-    def is_crowded_out(self, request: Request) -> bool:
-        """Whether no prefill worker takes a batch prompt, but one would take an interactive one."""
-        return self._choices.is_crowded_out(self.prompts.match(request), request.submission.session)
+    def takes_only_interactive(self, request: Request) -> bool:
+        """Whether a worker would take an interactive prompt, but none takes this batch prompt."""
+        match = self.prompts.match(request)
+        return self._choices.takes_only_interactive(match, request.submission.session)
 
-    def assign(self, request: Request, placement: Placement, *, yields: bool) -> None:
+    def assign(self, request: Request, placement: Placement, *, can_be_parked: bool) -> None:
         """Adds a request to the load of the workers that it was placed on.
 
         Args:
             request: the request.
             placement: placement that `place` returned for the request.
-            yields: whether the request may be parked if it is a batch request.
+            can_be_parked: whether the request may be parked if it is a batch request.
         """
-        urgent = request.submission.lane != _BATCH
+        is_interactive = request.submission.lane != _BATCH
         self._rule.begins(request, placement)
         worker, is_local = placement.prefill.worker, placement.is_local
         # With strict roles, a decode worker that computes a prompt or hands over its own request
@@ -221,19 +222,19 @@ class Placer:
         delays_prompts = self.router.loads.computes_prompts(self.router.pool(worker))
         if delays_prompts or not is_local:
             self._assign_prompt(request, placement.prefill)
-        is_batch = self._needs.prompt_lane(request) == _BATCH
-        if delays_prompts and not is_local and yields and is_batch:
+        has_batch_prompt = self._needs.prompt_lane(request) == _BATCH
+        if has_batch_prompt and can_be_parked and delays_prompts and not is_local:
             self.batch_prompts.begins(request.key, worker)
         if placement.decode is not None:
             self.router.assign_decode(
                 request.key,
                 placement.decode,
                 request.submission.session,
-                urgent=urgent,
-                yields=yields and not urgent,
+                is_interactive=is_interactive,
+                can_be_parked=can_be_parked and not is_interactive,
                 num_mean_tokens=self._needs.mean_tokens(request),
             )
-            if urgent:
+            if is_interactive:
                 self._crowded[placement.decode.worker] = None
 
     def adopt(self, request: Request, worker: WorkerKey) -> None:
@@ -242,14 +243,15 @@ class Placer:
         num_tokens = request.num_tokens + self._needs.more_output_tokens(request)
         # The router did not choose this worker, so only the KV tokens of the choice matter.
         choice = DecodeChoice(
-            worker,
-            predicted_s=0.0,
-            num_kv_tokens=num_tokens,
-            num_tokens=num_tokens,
+            worker, predicted_s=0.0, num_kv_tokens=num_tokens, num_tokens=num_tokens
         )
-        urgent = submission.lane != _BATCH
+        is_interactive = submission.lane != _BATCH
         self.router.assign_decode(
-            request.key, choice, submission.session, urgent=urgent, yields=not urgent
+            request.key,
+            choice,
+            submission.session,
+            is_interactive=is_interactive,
+            can_be_parked=not is_interactive,
         )
         self.router.first_token(request.key, request.prefill, request.decode)
 
@@ -283,12 +285,12 @@ class Placer:
 
     # ---- Parking of batch requests
 
-    def must_yield(self, worker: WorkerKey) -> bool:
+    def is_crowded(self, worker: WorkerKey) -> bool:
         """Whether batch requests on a worker push interactive requests over their ITL target."""
         entry = self.router.load(worker)
         return (
             entry is not None
-            and 0 < entry.num_urgent < entry.num_decodes
+            and 0 < entry.num_interactive < entry.num_decodes
             and self._rule.is_crowded(entry)
         )
 
@@ -338,7 +340,7 @@ class Placer:
         )
 
     def _room_wanted(self, request: Request) -> RoomWanted | None:
-        entry = self.router.most_yielding()
+        entry = self.router.most_parkable()
         if (
             entry is None
             or self._needs.most_output_tokens(request) == 1
@@ -352,4 +354,4 @@ class Placer:
             max(0, entry.num_decodes + 1 - self.router.most_decodes(entry)),
         )
         is_there = not (wanted.num_tokens or wanted.num_requests)
-        return None if is_there or wanted.num_tokens > entry.yielding_tokens else wanted
+        return None if is_there or wanted.num_tokens > entry.parkable_tokens else wanted

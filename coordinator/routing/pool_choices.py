@@ -31,9 +31,9 @@ QUEUE_LIMITS: dict[Lane, QueueLimit] = {
 # this request. Recomputing a prefix that another worker has cached also delays later requests and
 # evicts other prefixes from the cache.
 _WORK_WEIGHT = 4.0
-# Batch requests are packed onto a worker with urgent requests only if its steps are at most this
-# many times as long as on the fastest worker.
-_PACKED_ITL = 1.15
+# A batch request joins the latest one on a worker with interactive requests only if steps there are
+# at most this many times as long as on the fastest worker.
+_JOIN_ITL = 1.15
 
 
 class _Target(NamedTuple):
@@ -130,8 +130,8 @@ class PoolChoices:
             for worker in self._prefill_candidates(match, session)
         )
 
-    def is_crowded_out(self, match: PrefixMatch, session: SessionKey | None) -> bool:
-        """Whether no worker takes a batch prompt, but one would take an interactive prompt."""
+    def takes_only_interactive(self, match: PrefixMatch, session: SessionKey | None) -> bool:
+        """Whether a worker would take an interactive prompt, but none takes a batch prompt."""
         batch, interactive = (
             self.takes_prompt(match, session, QUEUE_LIMITS[lane])
             for lane in (common_pb2.LANE_BATCH, common_pb2.LANE_INTERACTIVE)
@@ -162,8 +162,8 @@ class PoolChoices:
         """The worker with the least predicted time for the whole output, including the handoff.
 
         If `needs.max_itl_s` is exceeded on all workers, the request goes to the fastest worker. A
-        batch request is not placed on a worker that exceeds it and runs both urgent requests and
-        another batch request. It prefers a worker with other batch requests to the fastest worker.
+        batch request is not placed on a worker that exceeds it and runs both interactive requests
+        and another batch request. It prefers a worker with other batch requests to the fastest one.
 
         Args:
             match: prefix match of the prompt.
@@ -183,17 +183,17 @@ class PoolChoices:
             if found is None:
                 continue
             is_slow = found.itl_s > max_itl_s and entry.num_decodes > 0
-            if is_batch and is_slow and not entry.may_yield:
+            if is_batch and is_slow and not entry.batch_may_join:
                 continue
             cost = found.itl_s * num_output_tokens + self._begin_s(source, found, num_tokens)
             if (is_slow and not is_batch, cost) < least:
                 least, best = (is_slow and not is_batch, cost), found
         if best is None:
             return None
-        packed = self._router.packed if is_batch else None
-        if packed is not None and packed.key in self._router.loads.by_itl:
-            held = match.held_by(packed.key)
-            found = self._target(packed, held, num_tokens, num_output_tokens)
+        latest = self._router.last_batch if is_batch else None
+        if latest is not None and latest.key in self._router.loads.by_itl:
+            held = match.held_by(latest.key)
+            found = self._target(latest, held, num_tokens, num_output_tokens)
             if found is not None and self._joins(found, best, source, max_itl_s):
                 best = found
         return DecodeChoice(best.entry.key, best.itl_s, best.num_kv_tokens, num_tokens, best.hits)
@@ -211,7 +211,7 @@ class PoolChoices:
         These are: the session's last worker, the workers with the longest prefixes, the fastest
         worker, the worker with most room (if it has no room, no worker has), the fastest worker on
         the prefill worker's host, and for a batch request (`apart`) the fastest worker without
-        urgent requests.
+        interactive requests.
         """
         loads, sticky = self._router.loads, self._router.last_of(session).decode
         candidates: dict[WorkerKey, HeldPrefix] = {}
@@ -245,22 +245,22 @@ class PoolChoices:
         return _Target(entry, entry.itl_with_s(1, needed), needed, hits)
 
     def _joins(
-        self, packed: _Target, best: _Target, source: WorkerLoad | None, max_itl_s: float
+        self, latest: _Target, best: _Target, source: WorkerLoad | None, max_itl_s: float
     ) -> bool:
         """Whether a batch request joins the previous batch request instead of the fastest worker.
 
         A request that joins a worker waits for the end of the running step, on average half a step.
         Batch requests keep a worker busy all the time. Packing them on few workers leaves other
-        workers idle for urgent requests. They are not packed if that loses a cached prefix or
+        workers idle for interactive requests. They do not join if that loses a cached prefix or
         makes the handoff cross hosts.
         """
-        entry, other = packed.entry, best.entry
-        if entry.num_decodes == entry.num_urgent or packed.itl_s > max_itl_s:
+        entry, other = latest.entry, best.entry
+        if entry.num_decodes == entry.num_interactive or latest.itl_s > max_itl_s:
             return False
-        if entry.num_urgent and packed.itl_s > _PACKED_ITL * best.itl_s:
+        if entry.num_interactive and latest.itl_s > _JOIN_ITL * best.itl_s:
             return False
         is_near = source is not None and source.traits.host_id == other.traits.host_id
-        return packed.hits.num_device >= best.hits.num_device and (
+        return latest.hits.num_device >= best.hits.num_device and (
             not is_near or entry.traits.host_id == other.traits.host_id
         )
 

@@ -68,10 +68,10 @@ class Router:
         self.transfers = Transfers()
         self.loads = LoadIndex(max_prefill_requests, max_decode_requests, step_targets)
         self._sessions: OrderedDict[SessionKey, LastWorkers] = OrderedDict()
-        # Number of decodes, on all workers, that batch requests yield to.
-        self._num_urgent = 0
+        # Number of interactive decodes on all workers.
+        self._num_interactive = 0
         # The worker that got the most recent batch decode.
-        self._packed: WorkerKey | None = None
+        self._last_batch: WorkerKey | None = None
 
     @property
     def now(self) -> float:
@@ -119,7 +119,7 @@ class Router:
     def remove_worker(self, worker: WorkerKey) -> None:
         """Removes a worker; its requests must still be released. Idempotent."""
         if (entry := self.loads.get(worker)) is not None:
-            self._num_urgent -= entry.num_urgent
+            self._num_interactive -= entry.num_interactive
             self.loads.remove(worker)
             self.index.forget(worker)
             self.transfers.forget(worker)
@@ -142,12 +142,12 @@ class Router:
         """The prefill worker with the shortest queue; None if all are full."""
         return self.loads.get(self.loads.by_queue.least())
 
-    def most_yielding(self) -> WorkerLoad | None:
+    def most_parkable(self) -> WorkerLoad | None:
         """The decode worker that would have most KV room after parking its batch decodes.
 
         None if no worker has a decode that may be parked.
         """
-        return self.loads.get(self.loads.by_yielding.least())
+        return self.loads.get(self.loads.by_parkable.least())
 
     def most_decodes(self, entry: WorkerLoad) -> int:
         """Maximum number of requests on a decode worker, regardless of its KV room."""
@@ -162,14 +162,14 @@ class Router:
         return _longest(match, self.loads.open_decode)
 
     @property
-    def num_urgent(self) -> int:
-        """Number of decodes that batch requests yield to."""
-        return self._num_urgent
+    def num_interactive(self) -> int:
+        """Number of interactive decodes on all workers."""
+        return self._num_interactive
 
     @property
-    def packed(self) -> WorkerLoad | None:
-        """The worker that got the latest batch decode; None while no request is urgent."""
-        return self.loads.get(self._packed) if self._num_urgent else None
+    def last_batch(self) -> WorkerLoad | None:
+        """The worker that got the latest batch decode; None while none is interactive."""
+        return self.loads.get(self._last_batch) if self._num_interactive else None
 
     def report_kv(self, worker: WorkerKey, kv_tokens_used: int) -> None:
         """Updates a worker's load from the number of KV tokens that it reports as used."""
@@ -267,8 +267,8 @@ class Router:
         choice: DecodeChoice,
         session: SessionKey | None = None,
         *,
-        urgent: bool = False,
-        yields: bool = False,
+        is_interactive: bool = False,
+        can_be_parked: bool = False,
         num_mean_tokens: int | None = None,
     ) -> None:
         """Adds a decode to the load of its chosen worker.
@@ -277,8 +277,8 @@ class Router:
             request_id: ID of the request.
             choice: choice that `choose_decode` returned for the request.
             session: the session; None means no session.
-            urgent: whether batch requests yield to this request.
-            yields: whether this request may be parked for an urgent request.
+            is_interactive: whether it is an interactive request.
+            can_be_parked: whether it is a batch request that may be parked for interactive ones.
             num_mean_tokens: KV tokens that the request has on average while it decodes; None: as
                 many as are reserved.
         """
@@ -286,14 +286,14 @@ class Router:
         entry.assign_decode(
             request_id,
             choice.num_kv_tokens,
-            urgent=urgent,
-            yields=yields,
+            is_interactive=is_interactive,
+            can_be_parked=can_be_parked,
             num_mean_tokens=num_mean_tokens,
         )
-        if urgent:
-            self._num_urgent += 1
+        if is_interactive:
+            self._num_interactive += 1
         else:
-            self._packed = choice.worker
+            self._last_batch = choice.worker
         self.loads.update(entry)
         if session is not None:
             self._session(session).decode = choice.worker
@@ -342,7 +342,7 @@ class Router:
         """Removes a request from its workers' loads; idempotent. Arguments as in `first_token`."""
         self._end_prefill(request_id, prefill if prefill is not None else decode)
         if (entry := self.loads.get(decode)) is not None:
-            self._num_urgent -= entry.end_decode(request_id)
+            self._num_interactive -= entry.end_decode(request_id)
             self.loads.update(entry)
 
     def _end_prefill(self, request_id: str, prefill: WorkerKey | None) -> None:
@@ -388,7 +388,9 @@ class Router:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if sums or masks differ from the entries they summarize."""
-        assert self._num_urgent == sum(one.num_urgent for one in self.loads.entries.values())
+        assert self._num_interactive == sum(
+            one.num_interactive for one in self.loads.entries.values()
+        )
         self.index.check_integrity()
         self.loads.check_integrity()
 

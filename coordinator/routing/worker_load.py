@@ -88,16 +88,17 @@ class _Decode:
 
     Attributes:
         num_kv_tokens: KV tokens reserved for the request.
-        urgent: whether batch requests may be parked for this request.
-        yields: whether this request may be parked for an urgent request.
+        is_interactive: whether it is known to be an interactive request, for which batch requests
+            may be parked.
+        can_be_parked: whether it is a batch request that may be parked for interactive ones.
         num_mean_tokens: KV tokens that the request has on average while it decodes.
         arrived: whether the request's prompt is computed.
         late: whether this worker computed the prompt after its first token was due.
     """
 
     num_kv_tokens: int
-    urgent: bool
-    yields: bool
+    is_interactive: bool
+    can_be_parked: bool
     num_mean_tokens: int
     arrived: bool = False
     late: bool = False
@@ -155,12 +156,12 @@ class WorkerLoad:
         bit: the worker's bit in masks of workers.
         free_at: predicted time when the assigned prefill work is done.
         queued_tokens: tokens of assigned prompts that have no first token yet.
-        num_urgent: number of urgent decodes, for which batch requests may be parked.
+        num_interactive: number of decodes that are known to be interactive.
         next_long_gap_at: earliest time at which the worker may compute another prompt that makes
             the gaps of its decodes too long; until then their share of long gaps is used up.
         reserved_tokens: KV tokens of all assigned decodes including their expected output; decodes
             count even while another worker still computes their prompts.
-        yielding_tokens: part of reserved_tokens that belongs to decodes that may be parked.
+        parkable_tokens: part of reserved_tokens that belongs to decodes that may be parked.
         free_tokens: KV tokens that no assigned request is expected to need.
         mean_tokens: KV tokens that all assigned decodes have on average, and that a step attends
             to on average; `reserved_tokens` is the maximum.
@@ -174,10 +175,10 @@ class WorkerLoad:
     bit: int
     free_at: float = -math.inf
     queued_tokens: int = 0
-    num_urgent: int = 0
+    num_interactive: int = 0
     next_long_gap_at: float = -math.inf
     reserved_tokens: int = 0
-    yielding_tokens: int = 0
+    parkable_tokens: int = 0
     free_tokens: int = field(init=False)
     load_speeds: LoadSpeeds = field(init=False)
     mean_tokens: int = 0
@@ -223,12 +224,12 @@ class WorkerLoad:
         return self.traits.latency.decode_step_s(1, 0)
 
     @property
-    def may_yield(self) -> bool:
+    def batch_may_join(self) -> bool:
         """Whether a batch decode may join regardless of the step time.
 
-        It may if no decode is urgent, and also if all are: the worker then has no batch decode yet.
+        It may if no decode is interactive, and also if all are: then no batch decode is there yet.
         """
-        return not self.num_urgent or self.num_urgent == len(self._decodes)
+        return not self.num_interactive or self.num_interactive == len(self._decodes)
 
     def itl_with_s(self, num_requests: int, num_tokens: int) -> float:
         """Predicted seconds per decode step after adding this many requests and KV tokens."""
@@ -242,9 +243,9 @@ class WorkerLoad:
             len(self._decodes) + num_requests, self.mean_tokens + num_tokens
         )
 
-    def mean_itl_after_yielding_s(self, num_requests: int, num_tokens: int) -> float:
+    def mean_itl_after_parking_s(self, num_requests: int, num_tokens: int) -> float:
         """The same as `mean_itl_s` after all decodes that may be parked have left."""
-        staying = [one for one in self._decodes.values() if not one.yields]
+        staying = [one for one in self._decodes.values() if not one.can_be_parked]
         held = sum(one.num_mean_tokens for one in staying)
         return self.traits.latency.decode_step_s(len(staying) + num_requests, held + num_tokens)
 
@@ -313,7 +314,7 @@ class WorkerLoad:
         """Updates `prompt_speed`, and the queue with it, after a change of decodes or targets."""
         self._rest_of_step_s = targets.prompt_step_s / 2
         limit_s = math.inf
-        if self.num_urgent:
+        if self.num_interactive:
             limit_s = targets.expected_limit_s(self.mean_itl_s(), self.single_step_s)
         speed = self._speed_beside(targets, Streams(len(self._decodes), self.mean_tokens, limit_s))
         if speed != self.prompt_speed:
@@ -413,17 +414,19 @@ class WorkerLoad:
         request_id: str,
         num_kv_tokens: int,
         *,
-        urgent: bool = False,
-        yields: bool = False,
+        is_interactive: bool = False,
+        can_be_parked: bool = False,
         num_mean_tokens: int | None = None,
     ) -> None:
         assert request_id not in self._decodes
         if num_mean_tokens is None:
             num_mean_tokens = num_kv_tokens
-        self._decodes[request_id] = _Decode(num_kv_tokens, urgent, yields, num_mean_tokens)
+        self._decodes[request_id] = _Decode(
+            num_kv_tokens, is_interactive, can_be_parked, num_mean_tokens
+        )
         self.mean_tokens += num_mean_tokens
-        self.num_urgent += urgent
-        self.yielding_tokens += num_kv_tokens if yields else 0
+        self.num_interactive += is_interactive
+        self.parkable_tokens += num_kv_tokens if can_be_parked else 0
         self.reserved_tokens += num_kv_tokens
         self.free_tokens -= num_kv_tokens
 
@@ -442,10 +445,10 @@ class WorkerLoad:
         block_size = self.traits.block_size_tokens
         return -(-num_tokens // block_size) * block_size
 
-    def yielding_tokens_of(self, request_id: str) -> int:
+    def parkable_tokens_of(self, request_id: str) -> int:
         """KV tokens that parking a decode frees; 0 if the decode may not be parked."""
         decode = self._decodes.get(request_id)
-        return decode.num_kv_tokens if decode is not None and decode.yields else 0
+        return decode.num_kv_tokens if decode is not None and decode.can_be_parked else 0
 
     def outgrows(self, request_id: str, num_kv_tokens: int) -> bool:
         """Whether a decode needs more KV tokens than are reserved for it."""
@@ -457,22 +460,22 @@ class WorkerLoad:
         decode = self._decodes[request_id]
         num_more = max(0, num_kv_tokens - decode.num_kv_tokens)
         decode.num_kv_tokens += num_more
-        self.yielding_tokens += num_more if decode.yields else 0
+        self.parkable_tokens += num_more if decode.can_be_parked else 0
         self.reserved_tokens += num_more
         self.free_tokens -= num_more
 
     def end_decode(self, request_id: str) -> bool:
-        """Removes a decode; idempotent. Returns whether the decode was urgent."""
+        """Removes a decode; idempotent. Returns whether it was interactive."""
         decode = self._decodes.pop(request_id, None)
         if decode is None:
             return False
-        self.num_urgent -= decode.urgent
+        self.num_interactive -= decode.is_interactive
         self._num_late -= decode.late
         self.mean_tokens -= decode.num_mean_tokens
-        self.yielding_tokens -= decode.num_kv_tokens if decode.yields else 0
+        self.parkable_tokens -= decode.num_kv_tokens if decode.can_be_parked else 0
         self.reserved_tokens -= decode.num_kv_tokens
         self.free_tokens += decode.num_kv_tokens
-        return decode.urgent
+        return decode.is_interactive
 
     def report(self, kv_tokens_used: int) -> None:
         """Updates the load from the number of KV tokens that the worker reports as used.
@@ -490,11 +493,11 @@ class WorkerLoad:
         assert self.queued_tokens == sum(one.num_tokens for one in prefills)
         queued_s = math.fsum(one.work_s for one in prefills)
         assert math.isclose(self._queued_s, queued_s, rel_tol=1e-6, abs_tol=1e-6)
-        assert self.num_urgent == sum(one.urgent for one in decodes)
+        assert self.num_interactive == sum(one.is_interactive for one in decodes)
         assert self._num_late == sum(one.late for one in decodes)
         assert self.reserved_tokens == sum(one.num_kv_tokens for one in decodes)
         assert self.mean_tokens == sum(one.num_mean_tokens for one in decodes)
-        yielding = sum(one.num_kv_tokens for one in decodes if one.yields)
-        assert self.yielding_tokens == yielding
+        parkable = sum(one.num_kv_tokens for one in decodes if one.can_be_parked)
+        assert self.parkable_tokens == parkable
         taken = self.reserved_tokens + self._unassigned_tokens
         assert self.free_tokens == self.traits.kv_tokens - taken

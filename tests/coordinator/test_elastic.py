@@ -101,7 +101,9 @@ class Cell:
         self._num_placed += 1
         self.router.assign_prefill(name, found.prefill, [], due_at=due_at)
         if found.decode is not None:
-            self.router.assign_decode(name, found.decode, urgent=True, num_mean_tokens=num_tokens)
+            self.router.assign_decode(
+                name, found.decode, is_interactive=True, num_mean_tokens=num_tokens
+            )
         if computed:
             self.router.first_token(name, found.prefill.worker, found.decode.worker)
         self.router.check_integrity()

@@ -239,10 +239,10 @@ def test_decodes_go_where_a_step_takes_least() -> None:
     assert choice.predicted_s == pytest.approx(MODEL.decode_step_s(11, 0))
 
 
-def urgent(router: Router, request: str) -> WorkerKey:
+def interactive(router: Router, request: str) -> WorkerKey:
     choice = pool_choices(router).choose_decode(router.match([]), DecodeNeeds(320, 100))
     assert choice is not None
-    router.assign_decode(request, choice, urgent=True)
+    router.assign_decode(request, choice, is_interactive=True)
     return choice.worker
 
 
@@ -256,21 +256,21 @@ def batch(router: Router, request: str, max_itl_s: float = 0.0145) -> WorkerKey 
     return choice.worker
 
 
-def test_outputs_that_yield_leave_workers_idle_for_urgent_ones() -> None:
-    """On an idle worker, an urgent request does not wait for the end of a running step."""
+def test_outputs_that_yield_leave_workers_idle_for_interactive_ones() -> None:
+    """On an idle worker, an interactive request does not wait for the end of a running step."""
     router = decode_router(*((name, traits()) for name in "abcd"))
-    taken = {urgent(router, "u1"), urgent(router, "u2")}
+    taken = {interactive(router, "u1"), interactive(router, "u2")}
     together = batch(router, "0")
     assert together not in taken
     # A step takes 10 ms plus 1 ms per request, and may take at most 14.5 ms.
     assert {batch(router, str(number)) for number in range(1, 4)} == {together}
     idle = {key(name) for name in "abcd"} - taken - {together}
-    assert {urgent(router, "u3")} == idle
-    # The packed worker is full, so the request joins the fastest worker.
+    assert {interactive(router, "u3")} == idle
+    # The other batch requests' worker is full, so the request joins the fastest worker.
     assert batch(router, "4") not in {together, None}
     for number in range(4):
         router.release(str(number), None, together)
-    assert urgent(router, "u4") == together
+    assert interactive(router, "u4") == together
 
 
 def test_outputs_that_yield_spread_where_there_is_nobody_to_yield_to() -> None:
@@ -279,9 +279,9 @@ def test_outputs_that_yield_spread_where_there_is_nobody_to_yield_to() -> None:
     assert set(load.values()) == {2}
 
 
-def test_outputs_that_yield_do_not_crowd_urgent_ones_to_stay_together() -> None:
+def test_outputs_that_yield_do_not_crowd_interactive_ones_to_stay_together() -> None:
     router = decode_router(("a", traits()))
-    urgent(router, "u1")
+    interactive(router, "u1")
     first = batch(router, "0")
     router.add_worker(key("b"), traits(), Pool.DECODE)
     # A step of 13 ms would be more than 1.15 times as long as 11 ms on the other worker.

@@ -173,7 +173,7 @@ class Observer:
         num_decodes, num_without_targets = sum(entry.num_decodes for entry in loads), 0
         batch = dict(config.targets).get(lane_name(common_pb2.LANE_BATCH))
         if batch is None or (batch.ttft_s is None and batch.itl_s is None):
-            num_without_targets = num_decodes - sum(entry.num_urgent for entry in loads)
+            num_without_targets = num_decodes - sum(entry.num_interactive for entry in loads)
         router = self._placers.of(self._workers.fleets.stable).router
         steps = [
             (model, step)
