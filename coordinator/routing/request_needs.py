@@ -98,4 +98,4 @@ class RequestNeeds:
         """
         computes_all = request.submission.sampling.HasField("prompt_logprobs")
         has_images = bool(request.submission.images)
-        return not (request.suspect or has_images or (computes_all and not len(request.token_ids)))
+        return not (request.suspect or has_images or computes_all)
