@@ -24,7 +24,7 @@ def check(
     """Check a configuration file.
 
     The error for an unknown key suggests the nearest known key. Files of the section security are
-    checked if this host has them.
+    checked if this user can read them.
     """
     from baton.runtime.config import load
     from baton.runtime.config_error import ConfigError
@@ -36,7 +36,9 @@ def check(
         raise ConfigError(f"{file}: {error}") from None
     if missing:
         names = ", ".join(f"{key} ({path})" for key, path in missing.items())
-        typer.echo(f"baton: {file}: not checked, because not on this host: {names}", err=True)
+        typer.echo(
+            f"baton: {file}: not checked, because absent or not readable here: {names}", err=True
+        )
     print(f"{file}: ok")
 
 
@@ -44,7 +46,7 @@ def _check_as_processes_do(config: BatonConfig) -> dict[str, str]:
     """Makes the checks that `baton up` and `baton gateway` make when they start.
 
     Returns:
-        The files that this host does not have, by configuration key.
+        The files that this user cannot read on this host, by configuration key.
 
     Raises:
         ConfigError: A check failed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from baton.runtime.access import Access
+from baton.runtime.config_error import ConfigError
 from baton.runtime.dial import within_cluster
 from baton.runtime.refusals import Refusals
 from baton.runtime.security_config import JwtConfig, SecurityConfig
@@ -16,12 +17,13 @@ _SECRETS = ("api_keys_file", "cluster_token_file", "metrics_token_file")
 
 
 def check_present(security: SecurityConfig) -> dict[str, str]:
-    """Checks the files that this host has, as the processes of a cell do when they start.
+    """Checks the files that can be read here, as the processes of a cell do when they start.
 
     The three TLS files are checked together, or not at all.
 
     Returns:
-        The paths that do not exist on this host, by configuration key.
+        The paths that do not exist on this host, or that this user may not read, by configuration
+        key.
 
     Raises:
         ConfigError: A file cannot be used.
@@ -32,7 +34,7 @@ def check_present(security: SecurityConfig) -> dict[str, str]:
         _JWT: security.jwt.key_file,
         **{f"security.{name}": getattr(security, name) for name in _SECRETS},
     }
-    missing = {key: path for key, path in named.items() if path and not Path(path).exists()}
+    missing = {key: path for key, path in named.items() if path and not _is_readable(path, key)}
     absent = {name: "" for name in _SECRETS if f"security.{name}" in missing}
     present = security.model_copy(update=absent)
     if _JWT in missing:
@@ -42,3 +44,14 @@ def check_present(security: SecurityConfig) -> dict[str, str]:
     if path := present.metrics_token_file:
         watched_secret(path, "security.metrics_token_file")
     return missing
+
+
+def _is_readable(path: str, key: str) -> bool:
+    """Whether this user can read a file; raises ConfigError for a path that cannot exist."""
+    try:
+        with Path(path).open("rb"):
+            return True
+    except (FileNotFoundError, PermissionError):
+        return False
+    except OSError as error:
+        raise ConfigError(f"{key}: {path!r}: {error.strerror}") from error

@@ -107,6 +107,7 @@ class AdmissionCheck:
         may_still_run: bool,
     ) -> errors.BatonError | None:
         """Returns why a limit other than the predicted TTFT refuses a submission, or None."""
+        is_same = False
         if older is not None:
             # The submission either resumes the running request or repeats its id by mistake.
             if self._admission.closing is not None:
@@ -122,6 +123,9 @@ class AdmissionCheck:
         refused = self._admission.error(submission.lane, submission.tenant, older)
         if refused is not None:
             return refused
+        if is_same:
+            # Its tokens are reserved already.
+            return None
         if older is None and self._resumes(submission, may_still_run=may_still_run):
             return None
         return self._lanes.rate_error(submission.tenant, num_tokens, now)

@@ -327,7 +327,9 @@ class Adoption:
     def _join(self, request: Request, orphan: _Orphan, now: float) -> bool:
         """Gives a request to the worker that runs it; returns whether that was possible."""
         worker = self._workers.get(orphan.worker)
-        rest = orphan.rest(request.submission, request.token_ids, request.text_chars)
+        # The request may have come before the first worker of the fleet.
+        submission = request.submission.cut_to(orphan.fleet.workers.max_model_len)
+        rest = orphan.rest(submission, request.token_ids, request.text_chars)
         if worker is None or not worker.connected or worker.unresponsive or rest is None:
             if not request.attempt:
                 request.attempts_before = max(request.attempts_before, orphan.attempt)

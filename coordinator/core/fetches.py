@@ -14,6 +14,7 @@ from typing import NamedTuple
 from baton.coordinator.core.commands import Commands
 from baton.coordinator.routing.choices import Fetch, Placement
 from baton.coordinator.routing.placers import Placers
+from baton.coordinator.routing.request_needs import RequestNeeds
 from baton.coordinator.routing.router import Router
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.requests import Request, WorkerKey
@@ -99,6 +100,8 @@ class Fetches:
         worker, choice = placement.prefill.worker, placement.prefill.fetch
         if choice is not None:
             self._begin(request, worker, choice, hashes, now)
+            return
+        if not RequestNeeds.may_fetch(request):
             return
         for handoff_id, fetch in self._by_prefill.get(worker, {}).items():
             if fetch.failed or fetch.ends_at <= now:

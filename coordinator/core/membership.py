@@ -97,6 +97,7 @@ class Membership:
             return None
         worker = self._workers.by_id(hello.worker_id)
         was_in = (worker.role, worker.fleet) if worker is not None else None
+        forgetful: Worker | None = None
         if worker is not None and worker.key != key:
             replaced = f"was replaced by incarnation {hello.incarnation:016x}"
             # A draining worker has ended as it was asked to.
@@ -107,7 +108,7 @@ class Membership:
         elif worker is not None and event.forgets:
             elsewhere = "has served another coordinator since"
             self._removal.lose(worker, elsewhere, now, Departure.ELSEWHERE)
-            worker = None
+            forgetful, worker = worker, None
         kept = without_running(hello)
         if worker is None:
             fleet = self._workers.fleet_of(hello)
@@ -140,8 +141,31 @@ class Membership:
         if self._scaler.launches.is_ending(worker.id):
             # Its start was cancelled, but it attached before it was ended.
             self.drain(worker, self._config.scaling.drain_s, "it was to end before", now)
+        elif forgetful is not None:
+            self._order_again(forgetful, worker, now)
         self._lifecycle.room_freed()
         return worker
+
+    def _order_again(self, before: Worker, worker: Worker, now: float) -> None:
+        """Repeats a drain or a flip that a worker has forgotten, or has not read.
+
+        Args:
+            before: The worker as it was attached before.
+            worker: The same worker now.
+            now: Time by the core's clock.
+        """
+        if before.state == cluster_pb2.WORKER_STATE_DRAINING:
+            if worker.state == cluster_pb2.WORKER_STATE_DRAINING:
+                worker.leaves_by = before.leaves_by
+                return
+            left_s = before.leaves_by - now
+            timeout_s = max(0.0, min(left_s, self._config.scaling.drain_s))
+            self.drain(worker, timeout_s, "it was to leave before", now)
+        elif before.flip is not None and self._flips.error(worker, before.flip.into) is None:
+            # The scaler has counted a flip by hand when it began.
+            self._flips.begin(worker, before.flip.into, now, by_hand=False)
+            if worker.flip is not None:
+                worker.flip.by_hand = before.flip.by_hand
 
     def hear(self, key: WorkerKey, now: float) -> Worker | None:
         """Records a message of a worker; returns the worker, or None if it is not attached."""

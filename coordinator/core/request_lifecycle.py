@@ -179,6 +179,7 @@ class RequestLifecycle:
         if request.fleet is not worker.fleet:
             self.requests.move(request, worker.fleet)
             self.lanes.changed_fleet(request)
+            self._limit_output(request, now)
         request.hashes = None
         self.lanes.dispatched(request, 0)
         self._assignments.adopt(request, worker)
@@ -189,14 +190,15 @@ class RequestLifecycle:
         Their digests are then those that the requests have for workers and for clients that resume
         them. Requests with an attempt keep the parameters that their worker knows.
         """
-        max_model_len = fleet.workers.max_model_len
         for request in self.requests.all():
-            before = request.submission
-            if not max_model_len or request.fleet is not fleet or request.attempt:
-                continue
-            request.submission = before.cut_to(max_model_len)
-            if request.submission is not before:
-                self.lanes.reserve_only(request, max_model_len, now)
+            if request.fleet is fleet and not request.attempt:
+                self._limit_output(request, now)
+
+    def _limit_output(self, request: Request, now: float) -> None:
+        max_model_len, before = request.fleet.workers.max_model_len, request.submission
+        request.submission = before.cut_to(max_model_len)
+        if request.submission is not before:
+            self.lanes.reserve_only(request, max_model_len, now)
 
     def prompt_computed(self, request: Request, now: float) -> None:
         """Records from which sources the KV cache of a prompt came, as its worker has reported."""
@@ -312,13 +314,14 @@ class RequestLifecycle:
         self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_PARKED, now)
         self.stats.num_moved += 1
 
-    def change_fleet(self, request: Request, fleet: Fleet) -> None:
+    def change_fleet(self, request: Request, fleet: Fleet, now: float) -> None:
         """Moves a waiting request without any output to another fleet."""
         assert request.waits
         assert not len(request.token_ids)
         self.stats.moved_to_stable(request.fleet)
         self.requests.move(request, fleet)
         self.lanes.changed_fleet(request)
+        self._limit_output(request, now)
         self.room_freed()
 
     def forget(self, fleet: Fleet) -> None:

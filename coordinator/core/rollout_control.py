@@ -54,12 +54,12 @@ class RolloutControl:
             returns: Whether it served another coordinator before.
         """
         if self._rollouts.attached(worker, now, returns=returns):
-            self._move_waiting()
+            self._move_waiting(now)
 
     def launcher_ready(self, now: float) -> None:
         """Handles a launcher that is ready to start workers."""
         self._rollouts.launcher_ready(now)
-        self._move_waiting()
+        self._move_waiting(now)
 
     def after_event(self, now: float) -> None:
         """Advances the rollouts if workers came, left or changed the work that they take."""
@@ -73,7 +73,7 @@ class RolloutControl:
         self._num_changes_seen = self._workers.num_changes
         self._end_overdue(now)
         self._rollouts.advance(now)
-        self._move_waiting()
+        self._move_waiting(now)
 
     def _end_overdue(self, now: float) -> None:
         """Takes the requests of fleets that must have left by now off their workers.
@@ -90,7 +90,7 @@ class RolloutControl:
             elif not request.waits:
                 self._lifecycle.move(request, now)
 
-    def _move_waiting(self) -> None:
+    def _move_waiting(self, now: float) -> None:
         """Moves requests that wait without output to the stable fleet if their fleet is closed.
 
         A request that the stable fleet cannot compute (unknown adapter, too long prompt) stays in
@@ -104,6 +104,6 @@ class RolloutControl:
                 and not traffic.gets_new(request.fleet)
                 and (fits(request.submission, model) or self._rollouts.is_gone(request.fleet))
             ):
-                self._lifecycle.change_fleet(request, traffic.stable)
+                self._lifecycle.change_fleet(request, traffic.stable, now)
         # Requests that wait for a fleet without workers fail in the next round of dispatching.
         self._lifecycle.room_freed()

@@ -91,6 +91,7 @@ def test_show_lays_a_file_over_the_defaults(baton_here):
         ),
         ("scaling: {max_gpus: 1}", "-: scaling.max_gpus: is 1; must be at least 2"),
         ("security: {ca_file: /dev/null}", "-: security.ca_file: "),
+        (f"security: {{api_keys_file: /{'a' * 300}}}", "-: security.api_keys_file: '/aaa"),
         ("security: {metrics_token_file: /dev/null}", "-: security.metrics_token_file: /dev/null "),
         ("a: [", "not YAML"),
         ("- 1", "must be a mapping"),
@@ -120,7 +121,8 @@ security:
     checked = baton_here("config", "check", "-", stdin=text)
     assert (checked.code, checked.out) == (0, "-: ok\n")
     assert checked.err == (
-        f"baton: -: not checked, because not on this host: security.ca_file ({tmp_path}/ca.pem), "
+        "baton: -: not checked, because absent or not readable here: "
+        f"security.ca_file ({tmp_path}/ca.pem), "
         f"security.jwt.key_file ({tmp_path}/jwks.json), "
         f"security.api_keys_file ({tmp_path}/keys.yaml)\n"
     )

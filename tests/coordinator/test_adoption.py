@@ -137,6 +137,17 @@ def test_an_early_request_reserves_no_more_tokens_than_the_context_has(new_world
     assert world.kinds(small) == ["Accepted"]
 
 
+def test_an_early_request_gets_the_output_that_runs_in_another_revision(restarted):
+    """Its max_tokens is cut at the context of the worker that runs it."""
+    restarted.resume(sampling={"max_tokens": 2000})
+    hello = restarted.hello("d", DECODE, 1, generation=77, revision="r2")
+    hello.running.append(running(sampling={"max_tokens": 1004}))
+    restarted.world.handle(ev.WorkerAttached(hello, returns=True))
+    assert restarted.world.core.stats.num_adopted == 1
+    assert restarted.world.tokens(restarted.to) == OUTPUT[3:5]
+    assert restarted.world.core.request("r1").submission.sampling.max_tokens == 1004
+
+
 def test_a_tenant_gets_no_output_of_another_tenant_with_the_same_request_id(restarted):
     restarted.reattach(running(request_id="somebody/r1", tenant="somebody"))
     own = restarted.resume(num_tokens=0)

@@ -129,6 +129,23 @@ def test_a_draining_worker_is_released_when_its_last_request_has_ended(world, ou
     assert [type(one).__name__ for one in world.commands["d"]].count("ReleaseCommand") == 1
 
 
+def test_a_drain_and_a_flip_last_when_a_worker_returns_from_another_coordinator(world, say_hello):
+    def return_from_elsewhere(name):
+        hello = say_hello(name, DECODE, generation=99)
+        world.handle(ev.WorkerAttached(hello, returns=True, forgets=True))
+        return world.core.workers.by_id(name)
+
+    world.attach("d2", DECODE)
+    world.handle(ev.DrainRequested("d2", 5.0, "scale down"))
+    assert return_from_elsewhere("d2").state == cluster_pb2.WORKER_STATE_DRAINING
+    assert last_command(world, "d2") == "DrainCommand"
+    assert world.core.workers.by_id("d2").leaves_by < float("inf")
+    world.attach("d3", DECODE)
+    world.handle(ev.FlipRequested("d3", PREFILL))
+    world.handle(ev.WorkerDetached(("d3", 1)))
+    assert return_from_elsewhere("d3").next_role == PREFILL
+
+
 def test_an_idle_worker_is_released_once_it_reports_that_it_drains(world):
     world.handle(ev.DrainRequested("d", 5.0, "scale down"))
     world.handle(ev.WorkerDetached(("d", 1)))

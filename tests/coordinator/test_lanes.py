@@ -424,6 +424,14 @@ def test_a_request_that_is_resumed_in_another_lane_needs_a_place_there(new_world
     assert world.kinds(job) == ["Accepted", "Failed"]
 
 
+def test_a_request_that_is_resumed_in_another_lane_is_not_charged_twice(new_world):
+    world = new_world(tenants={"a": TenantConfig(tokens_per_s=1, burst_tokens=30)})
+    job = {"request_id": "job", "tenant": "a", "num_prompt": 20, "sampling": {"max_tokens": 5}}
+    world.submit(lane=BATCH, **job)
+    again = world.submit(2, known_token_ids=(7,), **job)
+    assert world.kinds(again) == ["Accepted"]
+
+
 def test_a_request_that_waits_too_long_is_told_which_limit_was_reached(new_world):
     lanes = LanesConfig(
         interactive=InteractiveLaneConfig(max_queue_s=5.0),
