@@ -69,7 +69,9 @@ def page_layout(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> str:
         size, parts = cache.element_size(), max(1, cache.shape[0] // num_blocks)
         strides = [stride * size for stride in cache.stride()]
         # Where blocks of several layers are packed together, each layer has its place in them.
-        begin = cache.storage_offset() * size % (parts * strides[0])
+        # Elsewhere a layer's place in memory depends on the number of blocks before it.
+        distance, block_bytes = parts * strides[0], parts * cache[0].numel() * size
+        begin = cache.storage_offset() * size % distance if distance > block_bytes else 0
         layers.append([name, str(cache.dtype), parts, list(cache.shape[1:]), strides, begin])
     return json.dumps(layers)
 

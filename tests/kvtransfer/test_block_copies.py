@@ -81,6 +81,19 @@ def test_pages_are_described_by_their_arrangement_alone():
             assert page_layout(most, 7) == page_layout(layers, BLOCKS)
 
 
+def test_the_number_of_blocks_does_not_change_how_pages_of_two_sizes_are_described():
+    """All layers are in one allocation, one after the other."""
+
+    def made(num_blocks):
+        memory, begin, layers = torch.zeros(num_blocks * 7 * 4, dtype=torch.uint8), 0, {}
+        for name, size in (("a", 8), ("b", 8), ("c", 12)):
+            end = begin + num_blocks * size
+            layers[name], begin = memory[begin:end].view(num_blocks, 1, 1, size), end
+        return layers
+
+    assert page_layout(made(1000), 1000) == page_layout(made(1001), 1001)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("parts", [1, 2])
