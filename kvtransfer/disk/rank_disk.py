@@ -198,7 +198,7 @@ class RankDisk:
                         self._delete_in(group, selection)
                         self._note_deletion()
                 if selection.hashes is None:
-                    shutil.rmtree(path)
+                    _remove_tree(path)
         except OSError as error:
             self._turn_off(error)
             # Without the directory there is no file.
@@ -208,7 +208,7 @@ class RankDisk:
     def _delete_in(self, group: Path, selection: BlockSelection) -> None:
         """Deletes a group's files of a selection."""
         if selection.hashes is None:
-            shutil.rmtree(group)
+            _remove_tree(group)
             return
         for file in group.iterdir():
             block = BlockName.parse(group.parent.name, group.name, file.name)
@@ -232,3 +232,13 @@ class RankDisk:
         with self._lock:
             self._report.ended.append((order_id, done))
             self._report.num_wrong += num_wrong
+
+
+def _remove_tree(path: Path) -> None:
+    """Removes a directory from which the search for blocks may remove files meanwhile.
+
+    shutil.rmtree of Python 3.11 fails if a file is gone. Each try removes further files.
+    """
+    while path.exists():
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(path)

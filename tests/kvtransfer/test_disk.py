@@ -604,6 +604,24 @@ def test_an_owner_s_files_are_deleted(tmp_path: Path, owner: str | None):
     assert {one.hash for one in gone} <= set(change["removed"])
 
 
+def test_files_that_vanish_during_a_deletion_leave_the_disk_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The search for blocks removes wrong files meanwhile."""
+    store, unlink = Store(tmp_path), os.unlink
+    store.write([block(number) for number in range(5)])
+    _, deletion = store.index.delete(BlockSelection())
+
+    def unlink_twice(path, *, dir_fd=None):
+        unlink(path, dir_fd=dir_fd)
+        unlink(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", unlink_twice)
+    store.step()
+    assert not store.off
+    assert store.index.take_deleted(deletion) is True
+
+
 @pytest.mark.parametrize("num_deletions", [1, 1000])
 def test_what_is_deleted_during_the_search_is_not_found(tmp_path: Path, num_deletions: int):
     store = Store(tmp_path)
