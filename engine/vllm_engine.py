@@ -67,7 +67,7 @@ from baton.runtime.config import LatencyConfig
 from baton.runtime.kv_store_config import KvStoreConfig
 from baton.runtime.latency import LatencyModel
 from baton.runtime.step_budget import StepTargets
-from baton.v1 import inference_pb2
+from baton.v1 import common_pb2, inference_pb2
 
 # Most step costs that are kept for the next load report.
 _MAX_SAMPLES = 256
@@ -382,7 +382,13 @@ class VllmEngine:
         """
         self._output.abort_requests([live.internal_id], internal=True)
         del self._live[live.request.request_id], self._by_internal_id[live.internal_id]
-        request = dataclasses.replace(live.request, receive=None, send=None)
+        sampling = live.request.sampling
+        if not live.request.returns_prompt_logprobs and sampling.HasField("prompt_logprobs"):
+            # The prefill worker has returned them, and for them vLLM would use no cached blocks.
+            sampling = common_pb2.SamplingParams()
+            sampling.CopyFrom(live.request.sampling)
+            sampling.ClearField("prompt_logprobs")
+        request = dataclasses.replace(live.request, sampling=sampling, receive=None, send=None)
         again = LiveRequest(
             request, self._new_internal_id(request), live.submitted_at, retried=True
         )

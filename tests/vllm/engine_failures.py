@@ -88,7 +88,9 @@ async def failures(decode: Side) -> dict[str, Any]:
     def waiting(name: str) -> EngineRequest:
         """A request whose handoff never comes."""
         receive = ReceiveHandoff(secrets.token_bytes(16), len(prompt), COMMIT_TIMEOUT_S)
-        return EngineRequest(name, prompt, SAMPLING, known_token_ids=expected[:1], receive=receive)
+        sampling = common_pb2.SamplingParams()
+        sampling.CopyFrom(SAMPLING)
+        return EngineRequest(name, prompt, sampling, known_token_ids=expected[:1], receive=receive)
 
     async with asyncio.timeout(TIMEOUT_S):
         for num_failures, name in ((1, "fails once"), (2, "fails twice")):
@@ -99,6 +101,16 @@ async def failures(decode: Side) -> dict[str, Any]:
                 "is_right": expected[:1] + tokens == expected,
                 "is_error": found[-1].finish is Finish.ERROR,
             }
+    async with asyncio.timeout(TIMEOUT_S):
+        failing.num_left = 1
+        request = waiting("with prompt logprobs")
+        request.sampling.prompt_logprobs = 2
+        found = await outputs(decode, request)
+        made["prompt logprobs"] = {
+            "is_right": expected[:1] + [token for one in found for token in one.token_ids]
+            == expected,
+            "num_rows": sum(len(one.prompt_logprobs) for one in found),
+        }
     async with asyncio.timeout(TIMEOUT_S):
         made["pushed"] = await pushed(decode, failing, prompt)
     async with asyncio.timeout(TIMEOUT_S):

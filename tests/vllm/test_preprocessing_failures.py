@@ -31,3 +31,8 @@ def test_a_retried_prefill_writes_to_no_staging(made: dict[str, Any]) -> None:
 
 def test_an_engine_without_its_transfer_service_ends(made: dict[str, Any]) -> None:
     assert "transfer service" in made["cut off"]
+
+
+def test_a_retry_leaves_prompt_logprobs_to_the_prefill_worker(made: dict[str, Any]) -> None:
+    """That worker has returned them; a second time they would cost the prompt's cached blocks."""
+    assert made["prompt logprobs"] == {"is_right": True, "num_rows": 0}
