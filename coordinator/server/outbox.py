@@ -49,7 +49,6 @@ class Outbox:
     Args:
         max_stream_bytes: Limit of one stream's waiting tokens.
         max_bytes: Limit of all waiting events.
-
     """
 
     def __init__(

@@ -8,9 +8,25 @@ from contextlib import asynccontextmanager
 import grpc
 
 from baton.runtime import rpc
+from baton.runtime.request_digest import request_digest
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, common_pb2
 
 WAIT_S = 60.0
+
+
+def add_running(hello, attempt, token_ids, prompt, sampling, tenant):
+    """Adds the output of request r1 to a Hello: each token has one letter of text."""
+    hello.running.add(
+        request_id="r1",
+        attempt=attempt,
+        role=common_pb2.ROLE_DECODE,
+        next_offset=len(token_ids),
+        token_ids=token_ids,
+        num_text_chars=len(token_ids),
+        decoding=True,
+        digest=request_digest(prompt, sampling),
+        tenant=tenant,
+    )
 
 
 class ScriptedWorker:

@@ -10,14 +10,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
-from scripted_worker import WAIT_S, ScriptedWorker, answer, attached
+from scripted_worker import WAIT_S, ScriptedWorker, add_running, answer, attached
 
 from baton.coordinator.server import link as worker_link
 from baton.coordinator.server.admin import AdminService
 from baton.coordinator.server.server import Coordinator
 from baton.coordinator.state import events as ev
 from baton.runtime import long_tasks, rpc
-from baton.runtime.request_digest import request_digest
 from baton.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -209,17 +208,7 @@ async def test_a_worker_that_returns_from_another_coordinator_begins_anew(
         assert [list((await call.read()).delta.token_ids) for _ in range(2)] == [[0], [1]]
         hello = say_hello("d", DECODE)
         if still_runs:
-            hello.running.add(
-                request_id="r1",
-                attempt=1,
-                role=DECODE,
-                next_offset=2,
-                token_ids=[0, 1],
-                num_text_chars=2,
-                decoding=True,
-                digest=request_digest(spec.prompt_token_ids, spec.sampling),
-                tenant=spec.tenant,
-            )
+            add_running(hello, 1, [0, 1], spec.prompt_token_ids, spec.sampling, spec.tenant)
         again = ScriptedWorker(coordinator.address, hello, auto=False)
         again.welcome = cluster_pb2.Welcome(generation=77)
         try:

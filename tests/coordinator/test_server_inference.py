@@ -6,13 +6,12 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from inference_client import generate
-from scripted_worker import WAIT_S, ScriptedWorker, answer, attached
+from scripted_worker import WAIT_S, ScriptedWorker, add_running, answer, attached
 
 from baton.coordinator.server.server import Coordinator
 from baton.runtime import rpc
 from baton.runtime.errors import from_rpc_error
 from baton.runtime.names import DEFAULT_TENANT
-from baton.runtime.request_digest import request_digest
 from baton.v1 import cluster_pb2, common_pb2, inference_pb2, inference_pb2_grpc
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
@@ -269,17 +268,7 @@ async def test_a_request_resumed_before_the_first_worker_is_adopted(
     hello = say_hello("d", DECODE)
     hello.model.max_model_len = context
     sampling = common_pb2.SamplingParams(max_tokens=min(max_tokens, context - len(prompt)))
-    hello.running.add(
-        request_id="r1",
-        attempt=3,
-        role=DECODE,
-        next_offset=2,
-        token_ids=[0, 7],
-        num_text_chars=2,
-        decoding=True,
-        digest=request_digest(prompt, sampling),
-        tenant=DEFAULT_TENANT,
-    )
+    add_running(hello, 3, [0, 7], prompt, sampling, DEFAULT_TENANT)
     worker = ScriptedWorker(coordinator.address, hello, auto=False)
     # The worker has served an earlier coordinator.
     worker.welcome = cluster_pb2.Welcome(generation=77)

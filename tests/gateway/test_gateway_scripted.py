@@ -35,6 +35,12 @@ async def post(gateway, body, route="/v1/completions", **headers):
         return await http.post(f"{gateway.url}{route}", json=body, headers=headers)
 
 
+def completions_request(body):
+    """The bytes of a request, for tests that read and write the socket themselves."""
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n"
+    return head.encode() + b"content-type: application/json\r\n\r\n" + body
+
+
 async def submitted(inference, gateway, body, route="/v1/completions", **headers):
     """Returns the request that the coordinator gets for a body; responds with one token."""
     answer = asyncio.create_task(post(gateway, body, route, **headers))
@@ -433,8 +439,7 @@ async def test_a_client_that_reads_nothing_is_disconnected_and_its_request_cance
     async with start_gateway(coordinator, write_timeout_s=0.2) as gateway:
         _reader, writer = await asyncio.open_connection(*gateway.address, limit=1024)
         body = b'{"prompt": "x", "stream": true, "max_tokens": 1000000}'
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n"
-        writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+        writer.write(completions_request(body))
         connection = await inference.connection()
         number = (await connection.submitted()).stream
         connection.send(accepted(number))
@@ -457,8 +462,7 @@ async def test_a_client_that_reads_a_large_response_steadily_is_not_idle(
     async with start_gateway(coordinator, write_timeout_s=60.0, keep_alive_s=1000) as gateway:
         reader, writer = await asyncio.open_connection(*gateway.address, limit=1024)
         body = b'{"prompt": "x", "max_tokens": 1000000}'
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n"
-        writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+        writer.write(completions_request(body))
         connection = await inference.connection()
         number = (await connection.submitted()).stream
         # More than the socket buffers hold.
@@ -512,8 +516,7 @@ async def test_a_slow_reader_gets_the_whole_response(inference, scripted):
 async def test_the_end_of_a_choice_is_sent_before_other_choices_end(inference, scripted):
     reader, writer = await asyncio.open_connection(*scripted.address)
     body = b'{"prompt": "x", "stream": true, "n": 2}'
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n"
-    writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+    writer.write(completions_request(body))
     connection = await inference.connection()
     first = (await connection.submitted()).stream
     second = (await connection.submitted()).stream
@@ -535,8 +538,7 @@ async def test_a_client_with_waiting_requests_that_leaves_cancels_the_running_on
 ):
     _reader, writer = await asyncio.open_connection(*scripted.address)
     body = b'{"prompt": "x", "stream": true}'
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n"
-    one = head.encode() + b"content-type: application/json\r\n\r\n" + body
+    one = completions_request(body)
     writer.write((1 + num_waiting) * one)
     connection = await inference.connection()
     number = (await connection.submitted()).stream
@@ -548,9 +550,8 @@ async def test_a_client_with_waiting_requests_that_leaves_cancels_the_running_on
 async def test_tokens_for_a_lost_connection_with_two_requests_harm_no_other(inference, scripted):
     reader, writer = await asyncio.open_connection(*scripted.address)
     body = b'{"prompt": "x", "stream": true}'
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n"
     # The second request waits for the end of the first response.
-    writer.write(2 * (head.encode() + b"content-type: application/json\r\n\r\n" + body))
+    writer.write(2 * completions_request(body))
     connection = await inference.connection()
     number = (await connection.submitted()).stream
     other = asyncio.create_task(post(scripted, {"prompt": "y", "stream": True}))
@@ -675,9 +676,8 @@ async def test_a_client_that_leaves_before_its_request_is_submitted_costs_nothin
         # The gateway needs the model's tokenizer for these responses.
         body = {"prompt": "left", "return_token_ids": True}
         sent = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(sent)}\r\n"
         _, writer = await asyncio.open_connection(*gateway.address)
-        writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + sent)
+        writer.write(completions_request(sent))
         await asyncio.wait_for(inference.asked.wait(), WAIT_S)
         writer.close()
         async with asyncio.timeout(WAIT_S):

@@ -4,8 +4,6 @@ import asyncio
 import base64
 import contextlib
 import json
-import shutil
-from pathlib import Path
 
 import httpx2 as httpx
 import pytest
@@ -13,9 +11,9 @@ import pytest_asyncio
 from gateway_command import gateway_command
 from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient, NotFoundError
 from scripted_inference import ScriptedInference, accepted, delta, failed, finished, serving
+from thinker import ANSWER, THINK, write_thinker
 from tokenizers import Tokenizer
 
-from baton import models
 from baton.runtime.config import HttpConfig
 from baton.runtime.errors import Unavailable
 from baton.v1 import common_pb2
@@ -29,7 +27,6 @@ CONFIG = {
     "reasoning_parser": "qwen3",
     "http": {"listen": "127.0.0.1:0", "write_timeout_s": 1.0},
 }
-THINK, ANSWER = "<think>", "</think>"
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
 TURNS = [{"role": "user", "content": "How cold is it in Oslo?"}]
 PARAMETERS = {
@@ -219,12 +216,7 @@ def joined(text):
 def thinker(tmp_path_factory):
     """The files of a tokenizer with tokens for the begin and end of reasoning."""
     directory = tmp_path_factory.mktemp("thinker")
-    source = Path(models.__file__).parent / "glossary"
-    for name in ("config.json", "tokenizer_config.json"):
-        shutil.copy(source / name, directory)
-    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
-    tokenizer.add_tokens([THINK, ANSWER])
-    tokenizer.save(str(directory / "tokenizer.json"))
+    write_thinker(directory)
     template = (
         "<|user|>{{ messages[-1].content }}<|assistant|>"
         "{% if enable_thinking is false %}<think></think>{% endif %}"

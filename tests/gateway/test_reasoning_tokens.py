@@ -1,30 +1,20 @@
 """How many tokens of an output are reasoning."""
 
-import shutil
-from pathlib import Path
-
 import pytest
+from thinker import ANSWER, THINK, write_thinker
 from tokenizers import Tokenizer
 
-from baton import models
 from baton.client import Tokens
 from baton.gateway.request_bodies import ChatBody
 
 vllm_parsers = pytest.importorskip("baton.gateway.vllm_parsers")
-
-THINK, ANSWER = "<think>", "</think>"
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """The files of a tokenizer with tokens before and behind reasoning."""
     directory = tmp_path_factory.mktemp("thinker")
-    source = Path(models.__file__).parent / "glossary"
-    for name in ("config.json", "tokenizer_config.json"):
-        shutil.copy(source / name, directory)
-    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
-    tokenizer.add_tokens([THINK, ANSWER])
-    tokenizer.save(str(directory / "tokenizer.json"))
+    write_thinker(directory)
     return directory
 
 

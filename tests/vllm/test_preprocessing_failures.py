@@ -34,5 +34,5 @@ def test_an_engine_without_its_transfer_service_ends(made: dict[str, Any]) -> No
 
 
 def test_a_retry_leaves_prompt_logprobs_to_the_prefill_worker(made: dict[str, Any]) -> None:
-    """That worker has returned them; a second time they would cost the prompt's cached blocks."""
+    """The prefill worker has returned them; again, they would cost the prompt's cached blocks."""
     assert made["prompt logprobs"] == {"is_right": True, "num_rows": 0}
