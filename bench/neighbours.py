@@ -44,6 +44,10 @@ from baton.v1 import common_pb2
 TIMEOUT_S = 120.0
 # Time until copies that a prompt leaves behind have ended, before the next one begins.
 SETTLE_S = 0.3
+BLOCK_TOKENS = 32
+# Tokens at the end of each prompt, beyond its whole blocks. Every prompt computes them, wherever
+# its blocks come from. Without them a cached prompt computes one token, and a fetched one a block.
+NUM_REST = 2
 
 
 @dataclass(eq=False)
@@ -142,7 +146,7 @@ class Bench:
 
     async def one(self, kind: str) -> Delay:
         """Runs one prompt of a kind beside streams."""
-        prompt = words(self._given.prompt)
+        prompt = words(self._given.prompt + NUM_REST)
         side = self._bare if kind == "computed, no store" else self._reader
         run = await self._prepared(kind, side, prompt)
         await asyncio.sleep(SETTLE_S)
@@ -179,7 +183,7 @@ class Bench:
         """The reader computes a prompt whose beginning the holder sends."""
         reader, holder = self._reader, self._holder
         handoff_id, size = secrets.token_bytes(16), reader.info.layout.block_size_tokens
-        num_tokens = (len(prompt) - 2) // size * size
+        num_tokens = (len(prompt) - NUM_REST) // size * size
         receive = ReceiveHandoff(handoff_id, num_tokens, TIMEOUT_S, is_fetch=True)
         reading = asyncio.create_task(reader.finish(self._request(prompt, receive=receive)))
         offset = await holder.transfer.open_send(
@@ -222,7 +226,7 @@ async def running(
 ) -> AsyncIterator[Side]:
     """One engine on these cores; `host_bytes` of 0: without a KV store in host memory."""
     arguments = systems.engine_args(
-        given.model, 32, kv_cache_memory_bytes=given.cache_bytes, **given.engine_args
+        given.model, BLOCK_TOKENS, kv_cache_memory_bytes=given.cache_bytes, **given.engine_args
     )
     staging = KvTransferConfig(send_bytes=given.staging_bytes, receive_bytes=given.staging_bytes)
     os.environ[VLLM_BIND_THREADS] = cores
@@ -284,7 +288,12 @@ def parsed() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="demo-88m", help="a demo model")
-    parser.add_argument("--prompt", type=int, default=1024, help="tokens of each prompt")
+    parser.add_argument(
+        "--prompt",
+        type=int,
+        default=1024,
+        help=f"tokens of each prompt in blocks of {BLOCK_TOKENS}; {NUM_REST} more follow them",
+    )
     parser.add_argument("--streams", type=int, default=4, help="streams beside the prompts")
     parser.add_argument("--stream-tokens", type=int, default=1024, help="most tokens of a stream")
     parser.add_argument(
@@ -304,6 +313,8 @@ def parsed() -> argparse.Namespace:
     given = parser.parse_args()
     if given.repeats < 1:
         parser.error("--repeats: must be at least 1")
+    if given.prompt < BLOCK_TOKENS or given.prompt % BLOCK_TOKENS:
+        parser.error(f"--prompt: must be a multiple of {BLOCK_TOKENS}, and not {given.prompt}")
     return given
 
 
