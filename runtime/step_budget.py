@@ -413,7 +413,12 @@ def prompt_speed(model: LatencyModel, targets: StepTargets, streams: Streams) ->
 
     A step without streams counts as full speed, although it pays its base as well.
     """
-    return min(1.0, _prompt_share(model, targets, streams) / _prompt_share(model, targets, _ALONE))
+    return min(1.0, _prompt_share(model, targets, streams) / prompt_share_alone(model, targets))
+
+
+def prompt_share_alone(model: LatencyModel, targets: StepTargets) -> float:
+    """Share of a step that goes to prompt tokens if nothing decodes; the rest is its base."""
+    return _prompt_share(model, targets, _ALONE)
 
 
 def _prompt_share(model: LatencyModel, targets: StepTargets, streams: Streams) -> float:

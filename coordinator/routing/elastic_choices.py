@@ -6,7 +6,9 @@ hold the prompt's prefix, and the session's last workers.
 
 1. The prefill worker is the one where the first token comes soonest. The prediction includes the
    prompts that the worker computes first, the speed that its decodes leave for prompts, prefix
-   hits, and the fetch of a prefix from another worker, which happens while the prompt waits.
+   hits, and the fetch of a prefix from another worker, which happens while the prompt waits. Added
+   to it is the harm to others: longer prompts of that worker, which it computes later because of
+   this one, and its streams.
 2. The decode worker: each worker that decodes pays the base time of a decode step, and computes
    prompts at a fraction of its speed. The rule therefore spreads the decodes evenly over the
    smallest number of workers that keep the ITL target. The other workers finish their decodes, and
@@ -17,7 +19,7 @@ hold the prompt's prefix, and the session's last workers.
      target, workers without decodes would leave the other workers no time for prompts. The decodes
      are then spread over all workers.
 3. If gaps may be long, the decode worker also computes the prompt, unless that delays the first
-   token much. The prefill worker also decodes an output of few tokens if it computes no other
+   token. The prefill worker also decodes an output of few tokens if it computes no other
    prompt, and any output if a step takes most of the ITL target, it has no decodes, and other
    workers are idle.
 4. A request waits while one of its workers has no room. An interactive request that no worker can
@@ -50,9 +52,9 @@ _JOIN_SHARE, _JOIN_SHARE_UNDER_PRESSURE = 0.92, 1.0
 # too long. In simulations with long outputs, shares of 0.75 to 0.85 served equally many requests in
 # time; smaller shares leave fewer fast workers for prompts.
 _SPREAD_SHARE = 0.85
-# The pressure is the share of recent placements at which every fast worker computed a prompt: a
-# running mean with this weight for the latest placement. The join share grows with the pressure,
-# and reaches _JOIN_SHARE_UNDER_PRESSURE at a pressure of 1 / _PRESSURE_GAIN.
+# The pressure is the share of recent placements at which every fast worker had prompts for more
+# than one step: a running mean with this weight for the latest placement. The join share grows with
+# the pressure, and reaches _JOIN_SHARE_UNDER_PRESSURE at a pressure of 1 / _PRESSURE_GAIN.
 _PRESSURE_WEIGHT, _PRESSURE_GAIN = 0.03, 6.0
 # A worker is fast if it computes prompts at more than this share of its full speed.
 _FAST_SPEED = 1 / 3
@@ -302,7 +304,7 @@ class ElasticChoices:
                     # whose prefix only this worker holds is an exception, because computing the
                     # whole prompt elsewhere would delay more prompts.
                     continue
-                cost_s = choice.predicted_s + _WORK_WEIGHT * choice.work_s * load.prompt_speed
+                cost_s = choice.predicted_s + self._harm_s(load, choice, demand)
                 if choice.predicted_s > demand.due_in_s:
                     cost_s += _TOO_LATE_S
                 if cost_s < best_cost_s:
@@ -313,6 +315,19 @@ class ElasticChoices:
         if best is not None and (ahead_s < AHEAD_S or demand.continues):
             return best
         return NoPlacement.BUSY if all_have_room else NoPlacement.FULL
+
+    def _harm_s(self, load: WorkerLoad, choice: PrefillChoice, demand: Demand) -> float:
+        """Seconds that are added to a prompt's cost for its harm to other requests of the worker.
+
+        The worker is busy for the prompt's work; longer prompts, which it computes later, each wait
+        for this work; and its streams get a longer step. Simulations with one step for the streams
+        had more requests within both targets than with none, half a step or two steps.
+        """
+        num_tokens, now = choice.num_work_tokens, self._router.now
+        num_behind = load.num_behind(num_tokens, now, is_batch=demand.is_batch)
+        streams_s = load.mean_itl_s() if load.num_decodes else 0.0
+        busy_s = _WORK_WEIGHT * choice.work_s * load.prompt_speed
+        return busy_s + num_behind * choice.work_s + streams_s
 
     def _ahead_s(self, load: WorkerLoad, num_tokens: int, demand: Demand) -> float:
         """Seconds of prompts that a worker computes before this many tokens of the request."""
@@ -325,24 +340,23 @@ class ElasticChoices:
         decode: DecodeChoice,
         demand: Demand,
     ) -> PrefillChoice:
-        """Returns the decode worker for the prompt if that delays the first token little.
+        """Returns the decode worker for the prompt if that does not delay the first token.
 
         Otherwise returns `prefill`.
 
-        Without a handoff, the first gap is about one step shorter. The first token may therefore
-        come one step later. If all workers serve prompts and decodes alike, it may come at any time
-        before it is due.
+        Without a handoff, the first gap is about one step shorter. If all workers serve prompts and
+        decodes alike, the first token may even come at any time before it is due.
         """
         if prefill.worker == decode.worker or demand.waits_for_others:
             return prefill
         candidate = _of(candidates, decode.worker)
-        here, slack_s = candidate.soonest, decode.predicted_s
+        here, latest_s = candidate.soonest, min(demand.due_in_s, prefill.predicted_s)
         if self._targets.shares_workers(_fastest_step_s(candidates)):
-            slack_s = math.inf
+            latest_s = demand.due_in_s
         if (
             not self._router.takes_prompts(candidate.load)
             or self._ahead_s(candidate.load, here.num_work_tokens, demand) >= AHEAD_S
-            or here.predicted_s > min(demand.due_in_s, prefill.predicted_s + slack_s)
+            or here.predicted_s > latest_s
         ):
             return prefill
         return here
@@ -384,10 +398,10 @@ class ElasticChoices:
         # The last token is always computed, because the next token is sampled from its logits.
         hits = load.traits.hits(held, (demand.num_tokens - 1) // size * size)
         num_new = demand.num_tokens - hits.num_tokens
-        work_s = _work_s(load, num_new)
+        work_s = load.prompt_work_s(num_new)
         load_s = load.load_s(hits, self._router.now)
         wait_s = self._ahead_s(load, num_new, demand) + load_s
-        return PrefillChoice(load.key, wait_s + work_s, work_s, num_new, hits)
+        return PrefillChoice(load.key, wait_s + _in_steps_s(load, work_s), work_s, num_new, hits)
 
     def _prefill_with_fetch(
         self,
@@ -410,10 +424,10 @@ class ElasticChoices:
         if fetch is None:
             return None
         num_new = demand.num_tokens - fetch.num_tokens
-        choice = self._fetches.choice(own, fetch, _work_s(load, num_new))
+        choice = self._fetches.choice(own, fetch, load.prompt_work_s(num_new))
         # The prompt is fetched while the worker computes the prompts ahead of it.
         wait_s = max(self._ahead_s(load, num_new, demand), fetch.fetch_s)
-        return choice._replace(predicted_s=wait_s + choice.work_s)
+        return choice._replace(predicted_s=wait_s + _in_steps_s(load, choice.work_s))
 
     # ---- Decode worker
 
@@ -472,8 +486,13 @@ class ElasticChoices:
 
     def _join_share(self, candidates: list[_Candidate], num_tokens: int) -> float:
         """Share of the ITL target that a step may take after a decode of `num_tokens` joins."""
-        loads = (candidate.load for candidate in candidates)
-        busy = all(load.num_prefills for load in loads if load.prompt_speed > _FAST_SPEED)
+        now, loads = self._router.now, (candidate.load for candidate in candidates)
+        # Prompts of less than a step share the next step with the new prompt.
+        busy = all(
+            load.queued_s(now) > load.single_step_s
+            for load in loads
+            if load.prompt_speed > _FAST_SPEED
+        )
         self._pressure += (busy - self._pressure) * _PRESSURE_WEIGHT
         if self._prompts_can_wait(candidates, num_tokens):
             return _SPREAD_SHARE
@@ -538,10 +557,17 @@ def _fastest_step_s(candidates: list[_Candidate]) -> float:
     return min(candidate.load.single_step_s for candidate in candidates)
 
 
-def _work_s(load: WorkerLoad, num_tokens: int) -> float:
-    """Seconds in which a worker computes prompt tokens beside its decodes."""
-    latency = load.traits.latency
-    # The base of a step with decodes is not part of the prompt's work: `prompt_speed` includes it.
-    alone = not load.num_decodes
-    work_s = latency.prefill_s(num_tokens) if alone else latency.model.chunk_s(0, num_tokens)
-    return work_s / load.prompt_speed
+def _in_steps_s(load: WorkerLoad, work_s: float) -> float:
+    """Predicted seconds from a prompt's turn until its first token, in whole steps of the worker.
+
+    Beside decodes, the prompt first waits for the end of the step under way, half a step on
+    average. Its first token then comes at the end of a step, so it takes at least one.
+
+    Args:
+        load: load of the worker.
+        work_s: seconds that the worker spends on the prompt, beside its decodes.
+    """
+    if not load.num_decodes:
+        return work_s
+    step_s = load.mean_itl_s()
+    return step_s / 2 + max(work_s, step_s + work_s * load.prompt_speed)

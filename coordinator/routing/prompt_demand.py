@@ -24,7 +24,8 @@ class PromptDemand:
     def __init__(self) -> None:
         # Seconds of computation as a share of the TTFT target.
         self._shares = RecentValues[float](_WINDOW)
-        self._rate, self._at = 0.0, -math.inf
+        self._sum, self._at = 0.0, -math.inf
+        self._began_at = math.inf
         self._late_at = -math.inf
 
     def was_late(self, now: float) -> None:
@@ -43,7 +44,8 @@ class PromptDemand:
             now: time by the core's clock.
         """
         self._shares.add(work_s / target_s)
-        self._rate = self._rate_at(now) + work_s / _RATE_S
+        self._began_at = min(self._began_at, now)
+        self._sum = self._decayed(now) + work_s / _RATE_S
         self._at = now
 
     def needed_speed(self, num_workers: int, now: float) -> float:
@@ -64,5 +66,14 @@ class PromptDemand:
         return max(of_target, self._rate_at(now) / (_BUSY_SHARE * num_workers))
 
     def _rate_at(self, now: float) -> float:
-        """Seconds of prompt work per second."""
-        return self._rate * math.exp((self._at - now) / _RATE_S)
+        """Seconds of prompt work per second.
+
+        At first, the weights of the time since the first prompt do not add up to 1, so the sum is
+        divided by theirs.
+        """
+        weights = -math.expm1((self._began_at - now) / _RATE_S)
+        return self._decayed(now) / weights if weights > 0 else math.inf
+
+    def _decayed(self, now: float) -> float:
+        """Sum of the prompts' work, each with a weight that falls with its age."""
+        return self._sum * math.exp((self._at - now) / _RATE_S)

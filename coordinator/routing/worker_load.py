@@ -12,7 +12,7 @@ from baton.coordinator.routing.prefix_index import Tier
 from baton.coordinator.routing.prefix_match import HeldPrefix
 from baton.coordinator.state.requests import PromptHits, WorkerKey
 from baton.runtime.latency import LatencyModel
-from baton.runtime.step_budget import StepTargets, Streams, prompt_speed
+from baton.runtime.step_budget import StepTargets, Streams, prompt_share_alone, prompt_speed
 
 
 class Latency(Protocol):
@@ -168,6 +168,8 @@ class WorkerLoad:
         load_speeds: measured speeds of its loads from host memory and from disk.
         prompt_speed: speed of prompts beside the assigned decodes, as a share of the speed of an
             idle worker, (0, 1]. Only kept in elastic cells; elsewhere 1.
+        prompt_share: share of a step that goes to prompt tokens while nothing decodes; the rest is
+            the step's base. Only kept in elastic cells; elsewhere 1.
     """
 
     key: WorkerKey
@@ -183,6 +185,7 @@ class WorkerLoad:
     load_speeds: LoadSpeeds = field(init=False)
     mean_tokens: int = 0
     prompt_speed: float = 1.0
+    prompt_share: float = 1.0
     # In order of arrival. This is an OrderedDict, because finding the first key of a dict takes
     # O(n) after its first keys were deleted.
     _prefills: OrderedDict[str, _Prefill] = field(default_factory=OrderedDict)
@@ -306,6 +309,35 @@ class WorkerLoad:
                 has_others = True
         return min(left_s, work_s + (self._rest_of_step_s if has_others else 0.0))
 
+    def num_behind(self, num_tokens: int, now: float, *, is_batch: bool = False) -> int:
+        """Number of prompts in time that a prompt of `num_tokens` tokens goes before.
+
+        Args:
+            num_tokens: tokens of the prompt to compute.
+            now: time by the core's clock.
+            is_batch: whether the prompt is of a batch request; only prompts of its lane count.
+        """
+        return sum(
+            one.is_batch == is_batch and one.num_tokens > num_tokens and one.due_at >= now
+            for one in self._prefills.values()
+        )
+
+    def prompt_work_s(self, num_tokens: int) -> float:
+        """Predicted seconds that a prompt adds to the worker's queue, beside its decodes.
+
+        A prompt behind several others shares steps with them, so it adds only its part of a step's
+        base.
+        """
+        latency = self.traits.latency
+        tokens_s = latency.model.chunk_s(0, num_tokens)
+        if self._decodes:
+            # `prompt_speed` includes the base of steps with decodes.
+            return tokens_s / self.prompt_speed
+        alone_s = latency.prefill_s(num_tokens)
+        if len(self._prefills) > 1:
+            alone_s = min(alone_s, tokens_s / self.prompt_share)
+        return alone_s / self.prompt_speed
+
     def has_late_request(self, now: float) -> bool:
         """Whether an assigned first token is overdue, or its worker decodes after a late one."""
         return self._num_late > 0 or any(one.due_at < now for one in self._prefills.values())
@@ -313,6 +345,7 @@ class WorkerLoad:
     def predict_prompt_speed(self, targets: StepTargets, now: float) -> None:
         """Updates `prompt_speed`, and the queue with it, after a change of decodes or targets."""
         self._rest_of_step_s = targets.prompt_step_s / 2
+        self.prompt_share = prompt_share_alone(self.traits.latency.model, targets)
         limit_s = math.inf
         if self.num_interactive:
             limit_s = targets.expected_limit_s(self.mean_itl_s(), self.single_step_s)

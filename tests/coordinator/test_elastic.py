@@ -17,7 +17,7 @@ from baton.coordinator.routing.worker_load import WorkerTraits
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import Pool
-from baton.coordinator.state.requests import RequestState, WorkerKey
+from baton.coordinator.state.requests import PromptHits, RequestState, WorkerKey
 from baton.runtime.block_hashes import block_hashes
 from baton.runtime.config import LaneTargetsConfig, TargetsConfig, parse
 from baton.runtime.latency import LatencyModel
@@ -203,14 +203,16 @@ def test_steps_near_the_itl_target_are_shared_by_all_workers_if_gaps_are_long():
     assert found.prefill.worker != decoder
 
 
-def test_with_long_gaps_a_short_prompt_is_read_where_it_is_decoded():
+def test_with_long_gaps_a_short_prompt_behind_a_long_one_is_computed_where_it_is_decoded():
     cell = Cell("a", "b", longest_gap=3)
     decoder = cell.start().decode.worker
-    short, long = cell.place(64), cell.place(8000)
-    assert short.prefill.worker == short.decode.worker == decoder
-    # The long one would come more than a step later there.
+    # On the other worker, the first token does not wait for a decode step.
+    assert cell.place(64).prefill.worker != decoder
+    long = cell.start(8000, computed=False)
     assert long.decode.worker == decoder
     assert long.prefill.worker != decoder
+    short = cell.place(64)
+    assert short.prefill.worker == short.decode.worker == decoder
 
 
 def test_a_request_waits_when_one_more_decode_would_break_the_itl_target():
@@ -542,3 +544,43 @@ def test_a_prompt_that_is_too_late_only_beside_decodes_gets_a_retry_time():
     again = made.submit(1000, 2, slo_ttft_s=0.15)
     made.run(made.now + 1)
     assert again.ttft_s <= 0.15
+
+
+def test_a_short_prompt_goes_where_it_delays_fewer_long_ones():
+    cell = Cell("prefill-0", "prefill-1")
+    # Two long prompts wait on the first worker, and one on the second.
+    cell.start(8000, computed=False, num_output_tokens=0)
+    cell.start(9000, computed=False, num_output_tokens=0)
+    busiest = cell.router.loads.get(key("prefill-0"))
+    cell.router.assign_prefill(
+        "other", PrefillChoice(busiest.key, 0.6, 0.6, 6000, PromptHits()), []
+    )
+    found = cell.place(1000, num_output_tokens=0)
+    assert found.prefill.worker == key("prefill-1")
+
+
+def test_prompts_that_share_a_step_add_its_base_once():
+    cell = Cell("prefill-0")
+    for _ in range(10):
+        cell.start(20, computed=False, num_output_tokens=0)
+    load = cell.router.loads.get(key("prefill-0"))
+    # Each prompt alone takes 22 ms, of which the step's base is 20 ms.
+    assert load.queued_s(cell.router.now) < 10 * 0.022 / 2
+
+
+def test_a_first_token_beside_streams_takes_whole_steps():
+    cell = Cell("decode-0")
+    cell.start()
+    step_s = cell.router.loads.get(key("decode-0")).mean_itl_s()
+    found = cell.place(16, num_output_tokens=0)
+    assert found.prefill.predicted_s >= 1.5 * step_s
+    # The worker's time for the prompt itself is much shorter.
+    assert found.prefill.work_s < step_s / 2
+
+
+def test_the_first_prompts_already_show_the_rate_of_their_work():
+    prompts = PromptDemand()
+    for number in range(64):
+        prompts.add(0.01, 1.0, now=100 + number / 64)
+    # 0.64 seconds of work in one second, for one worker that may be busy a third of the time.
+    assert prompts.needed_speed(1, 101.0) == pytest.approx(3 * 0.64, rel=0.05)
