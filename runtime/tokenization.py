@@ -7,20 +7,16 @@ import json
 from array import array
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import processors
 
 from baton.runtime.chat_continuation import mark_end, up_to_mark
+from baton.runtime.chat_templates import TEMPLATE_FILES, ChatTemplates
 from baton.runtime.config_error import ConfigError
 from baton.runtime.errors import InvalidArgument, shown
 from baton.v1 import inference_pb2
@@ -29,7 +25,7 @@ _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
+    *TEMPLATE_FILES,
     "config.json",
     "generation_config.json",
 )
@@ -75,12 +71,9 @@ class Tokenizer:
         _set_post_processor(self._tokenizer, settings, self._special_tokens)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        source = _template_source(directory, settings)
-        self._template = _template(directory, source) if source is not None else None
-        # As in vLLM: a template that knows the role has its name as a string.
-        self._knows_developers = any(
-            f"{quote}developer{quote}" in (source or "") for quote in "'\""
-        )
+        self._templates = ChatTemplates.read(directory, settings)
+        default = self._templates.default
+        source = default.source if default is not None else None
         self._settings = {**settings, **self._special_tokens, "chat_template": source}
         config = _read_json(directory / "config.json")
         config = config.get("text_config", config)
@@ -168,7 +161,9 @@ class Tokenizer:
         Raises:
             InvalidArgument: The model has no chat template, or its template refuses the messages.
         """
-        if self._template is None:
+        templates = self._templates
+        template = templates.with_tools if chat.tools else templates.default
+        if template is None:
             raise InvalidArgument(
                 "chat",
                 f"{len(chat.messages)} messages",
@@ -176,12 +171,12 @@ class Tokenizer:
             )
         kwargs = json.loads(chat.template_kwargs) if chat.template_kwargs else {}
         messages = [_as_template_reads(one) for one in chat.messages]
-        if not self._knows_developers and any(one["role"] == "developer" for one in messages):
+        if not template.knows_developers and any(one["role"] == "developer" for one in messages):
             messages = _with_developers_as_system(messages)
         add = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
         try:
             continued = mark_end(messages) if chat.continue_final_message else None
-            rendered = self._template.render(
+            rendered = template.render(
                 messages=messages,
                 # Defined as None rather than undefined: templates test `is not none`.
                 tools=json.loads(chat.tools) if chat.tools else None,
@@ -363,71 +358,6 @@ def _max_token_chars(tokenizer: Any) -> int | None:
     if tokenizer.normalizer is not None or "ByteLevel" not in repr(parts):
         return None
     return max(map(len, tokenizer.get_vocab(with_added_tokens=True)))
-
-
-def _template_source(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    path = directory / "chat_template.jinja"
-    source: Any = settings.get("chat_template")
-    if path.is_file():
-        source = path.read_text(encoding="utf-8")
-    if isinstance(source, list):
-        named = {one.get("name"): one.get("template") for one in source}
-        source = named.get("default")
-    return source if isinstance(source, str) else None
-
-
-def _template(directory: Path, source: str) -> jinja2.Template:
-    try:
-        return _environment().from_string(source)
-    except jinja2.TemplateError as error:
-        raise ConfigError(
-            f"model: {directory} has a chat template with an error: {error}"
-        ) from None
-
-
-class _Generation(jinja2.ext.Extension):
-    """The {% generation %} block (marks the assistant's text in training): renders its content."""
-
-    tags = {"generation"}  # noqa: RUF012  # jinja2 declares `tags` as a class attribute.
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Environment with the settings of transformers (utils/chat_template_utils.py)."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_Generation, jinja2.ext.loopcontrols],
-    )
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
-
-    def strftime_now(pattern: str) -> str:
-        return datetime.now().astimezone().strftime(pattern)
-
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
-    return environment
 
 
 def _positive(value: Any) -> int | None:

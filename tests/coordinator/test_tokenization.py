@@ -235,6 +235,40 @@ def test_templates_read_tools_and_calls(fresh_model_dir):
     tokenizer.close()
 
 
+TOOLS = '[{"type": "function", "function": {"name": "weather"}}]'
+WITH_TOOLS = "{# 'developer' #}{{ tools[0].function.name }}|" + ROLES
+
+
+@pytest.mark.parametrize("as_files", [False, True])
+def test_chats_with_tools_are_rendered_with_the_template_for_tools(fresh_model_dir, as_files):
+    """Both in tokenizer_config.json and in the files of newer models; as in transformers."""
+    named = {"default": ROLES, "tool_use": WITH_TOOLS, "rag": "{{ no template"}
+    if as_files:
+        (fresh_model_dir / "chat_template.jinja").write_text(named.pop("default"))
+        (fresh_model_dir / "additional_chat_templates").mkdir()
+        for name, source in named.items():
+            (fresh_model_dir / "additional_chat_templates" / f"{name}.jinja").write_text(source)
+    else:
+        listed = [{"name": name, "template": source} for name, source in named.items()]
+        set_settings(fresh_model_dir, chat_template=listed)
+    tokenizer = Tokenizer(str(fresh_model_dir))
+    turns = [("user", "hi"), ("developer", "Be brief.")]
+    # Each template has its own answer to whether it knows the role `developer`.
+    assert tokenizer.render(chat(*turns)) == "system:Be brief.|user:hi|"
+    with_tools = tokenizer.render(chat(*turns, tools=TOOLS))
+    assert with_tools == "weather|user:hi|developer:Be brief.|"
+    assert tokenizer.info()["chat_template"] == ROLES
+    tokenizer.close()
+
+
+def test_a_default_template_also_renders_tools(fresh_model_dir):
+    listed = [{"name": "default", "template": WITH_TOOLS}, {"name": "rag", "template": ROLES}]
+    set_settings(fresh_model_dir, chat_template=listed)
+    tokenizer = Tokenizer(str(fresh_model_dir))
+    assert tokenizer.render(chat(("user", "hi"), tools=TOOLS)) == "weather|user:hi|"
+    tokenizer.close()
+
+
 def test_long_tools_leave_the_event_loop(tokenizer):
     short = inference_pb2.GenerateRequest(chat=chat(("user", "x"), tools="[{}]"))
     assert tokenizer.is_short(short)

@@ -1,0 +1,149 @@
+"""Chat templates of a model directory, and which of them a chat is rendered with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from baton.runtime.config_error import ConfigError
+
+# Files of templates in a model directory, beside tokenizer_config.json.
+TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates/*.jinja")
+_DEFAULT_FILE, _FURTHER_FILES = TEMPLATE_FILES
+_DEFAULT, _WITH_TOOLS = "default", "tool_use"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """One template.
+
+    Attributes:
+        source: Its text.
+        knows_developers: Whether it knows the role `developer`; as in vLLM, it then has the name of
+            the role as a string.
+    """
+
+    source: str
+    knows_developers: bool
+    _compiled: jinja2.Template
+
+    @classmethod
+    def compile(cls, directory: Path, source: str) -> ChatTemplate:
+        """Raises ConfigError if the source is not a template."""
+        try:
+            compiled = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(
+                f"model: {directory} has a chat template with an error: {error}"
+            ) from None
+        return cls(source, any(f"{quote}developer{quote}" in source for quote in "'\""), compiled)
+
+    def render(self, **variables: Any) -> str:
+        """Renders a chat; templates raise errors of many types on a chat that they do not take."""
+        return self._compiled.render(variables)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplates:
+    """The templates of a model.
+
+    Attributes:
+        default: The template of chats without tools; None: the model has none.
+        with_tools: The template of chats with tools; None: the model has none.
+    """
+
+    default: ChatTemplate | None
+    with_tools: ChatTemplate | None
+
+    @classmethod
+    def read(cls, directory: Path, settings: Mapping[str, Any]) -> ChatTemplates:
+        """Reads the templates of a model.
+
+        Args:
+            directory: The model's directory.
+            settings: Its tokenizer_config.json.
+
+        Raises:
+            ConfigError: A template has an error.
+        """
+        sources = _sources(directory, settings)
+        found = {
+            name: ChatTemplate.compile(directory, sources[name])
+            for name in (_DEFAULT, _WITH_TOOLS)
+            if name in sources
+        }
+        default = found.get(_DEFAULT)
+        return cls(default, found.get(_WITH_TOOLS, default))
+
+
+def _sources(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name. As in transformers, files replace the templates of the settings.
+
+    Source: transformers, tokenization_utils_base.py, _from_pretrained and get_chat_template.
+    """
+    paths = {path.stem: path for path in directory.glob(_FURTHER_FILES)}
+    if (path := directory / _DEFAULT_FILE).is_file():
+        paths[_DEFAULT] = path
+    if paths:
+        return {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+    source = settings.get("chat_template")
+    listed: list[Any] = [{"name": _DEFAULT, "template": source}]
+    if isinstance(source, list):
+        listed = source
+    named = {one.get("name"): one.get("template") for one in listed}
+    return {name: text for name, text in named.items() if isinstance(text, str)}
+
+
+class _Generation(jinja2.ext.Extension):
+    """The {% generation %} block (marks the assistant's text in training): renders its content."""
+
+    tags = {"generation"}  # noqa: RUF012  # jinja2 declares `tags` as a class attribute.
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Environment with the settings of transformers (utils/chat_template_utils.py)."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, jinja2.ext.loopcontrols],
+    )
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    def strftime_now(pattern: str) -> str:
+        return datetime.now().astimezone().strftime(pattern)
+
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    return environment
