@@ -16,6 +16,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.runtime.config_error import ConfigError
+from baton.runtime.content_format import reads_parts
 
 # Files of templates in a model directory, beside tokenizer_config.json.
 TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates/*.jinja")
@@ -31,22 +32,27 @@ class ChatTemplate:
         source: Its text.
         knows_developers: Whether it knows the role `developer`; as in vLLM, it then has the name of
             the role as a string.
+        reads_parts: Whether it reads the content of a message as a list of parts.
     """
 
     source: str
     knows_developers: bool
+    reads_parts: bool
     _compiled: jinja2.Template
 
     @classmethod
     def compile(cls, directory: Path, source: str) -> ChatTemplate:
         """Raises ConfigError if the source is not a template."""
+        environment = _environment()
         try:
-            compiled = _environment().from_string(source)
+            compiled = environment.from_string(source)
+            in_parts = reads_parts(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ConfigError(
                 f"model: {directory} has a chat template with an error: {error}"
             ) from None
-        return cls(source, any(f"{quote}developer{quote}" in source for quote in "'\""), compiled)
+        knows_developers = any(f"{quote}developer{quote}" in source for quote in "'\"")
+        return cls(source, knows_developers, in_parts, compiled)
 
     def render(self, **variables: Any) -> str:
         """Renders a chat; templates raise errors of many types on a chat that they do not take."""

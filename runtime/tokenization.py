@@ -173,6 +173,8 @@ class Tokenizer:
         messages = [_as_template_reads(one) for one in chat.messages]
         if not template.knows_developers and any(one["role"] == "developer" for one in messages):
             messages = _with_developers_as_system(messages)
+        if template.reads_parts:
+            messages = [_with_parts(one) for one in messages]
         add = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
         try:
             continued = mark_end(messages) if chat.continue_final_message else None
@@ -244,6 +246,19 @@ def _text(content: str | list[dict[str, Any]]) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(part["text"] for part in content if "text" in part)
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message with its text as a list of one part.
+
+    As in vLLM, a tool's result stays a text: most templates with parts read results as text.
+
+    Source: vllm/renderers/chat_utils.py, _parse_chat_message_content.
+    """
+    text = message["content"]
+    if message["role"] == "tool" or not isinstance(text, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": text}]}
 
 
 def _content(parts: Sequence[inference_pb2.ContentPart]) -> str | list[dict[str, Any]]:

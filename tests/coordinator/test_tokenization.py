@@ -104,6 +104,39 @@ def test_developer_messages_are_system_messages_where_a_template_does_not_know_t
     tokenizer.close()
 
 
+# As in SmolVLM and LLaVA: a text that is no list of parts would be missing.
+PARTS = (
+    "{% for message in messages %}[{{ message.role }}]"
+    "{% if message.content[0].type == 'image' %}!{% endif %}{% for part in message.content %}"
+    "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endfor %}"
+)
+
+
+def test_templates_that_read_parts_are_given_the_text_as_a_part(fresh_model_dir):
+    set_settings(fresh_model_dir, chat_template=PARTS)
+    tokenizer = Tokenizer(str(fresh_model_dir))
+    turns = [("system", "Be brief."), ("user", "hi"), ("assistant", "")]
+    assert tokenizer.render(chat(*turns)) == "[system]Be brief.[user]hi[assistant]"
+    turns = [("user", "hi"), ("developer", "Be brief."), ("developer", "Use tools.")]
+    assert tokenizer.render(chat(*turns)) == "[system]Be brief.\n\nUse tools.[user]hi"
+    assert tokenizer.render(continued(("user", "hi"), ("assistant", "It "))).endswith("t]It ")
+    prompt = chat(("user", "hi"), ("user", ""))
+    prompt.messages[1].parts.add(image=b"a")
+    prompt.messages[1].parts.add(text="b")
+    assert tokenizer.render(prompt) == "[user]hi[user]!<image>b"
+    tokenizer.close()
+
+
+def test_results_of_tools_stay_texts_for_templates_that_read_parts(fresh_model_dir):
+    """As in vLLM."""
+    source = "{% if message.role == 'tool' %}{{ message.content }}{% else %}|{% endif %}"
+    loop = "{% for part in message.content %}{% endfor %}"
+    set_settings(fresh_model_dir, chat_template=each_turn(source + loop))
+    tokenizer = Tokenizer(str(fresh_model_dir))
+    assert tokenizer.render(chat(("user", "hi"), ("tool", "cold"))) == "[user]|</s>[tool]cold</s>"
+    tokenizer.close()
+
+
 def continued(*messages):
     return chat(*messages, add_generation_prompt=False, continue_final_message=True)
 
