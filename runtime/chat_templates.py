@@ -17,10 +17,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.runtime.config_error import ConfigError
 from baton.runtime.content_format import reads_parts
+from baton.runtime.json_files import read_json
 
 # Files of templates in a model directory, beside tokenizer_config.json.
-TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates/*.jinja")
-_DEFAULT_FILE, _FURTHER_FILES = TEMPLATE_FILES
+TEMPLATE_FILES = (
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "chat_template.json",
+    "processor_config.json",
+)
+_DEFAULT_FILE, _FURTHER_FILES, *_PROCESSOR_FILES = TEMPLATE_FILES
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 
 
@@ -75,6 +81,9 @@ class ChatTemplates:
     def read(cls, directory: Path, settings: Mapping[str, Any]) -> ChatTemplates:
         """Reads the templates of a model.
 
+        As in vLLM, chats without tools take the template of the model's processor (for images), if
+        it has one of its own. Only chats with tools then take the tokenizer's.
+
         Args:
             directory: The model's directory.
             settings: Its tokenizer_config.json.
@@ -83,13 +92,19 @@ class ChatTemplates:
             ConfigError: A template has an error.
         """
         sources = _sources(directory, settings)
+        of_tokenizer = sources.get(_DEFAULT)
+        of_processor = _processor_source(directory)
+        default = of_processor or of_tokenizer
+        with_tools = sources.get(_WITH_TOOLS) or of_tokenizer or of_processor
         found = {
-            name: ChatTemplate.compile(directory, sources[name])
-            for name in (_DEFAULT, _WITH_TOOLS)
-            if name in sources
+            source: ChatTemplate.compile(directory, source)
+            for source in (default, with_tools)
+            if source is not None
         }
-        default = found.get(_DEFAULT)
-        return cls(default, found.get(_WITH_TOOLS, default))
+        return cls(
+            found[default] if default is not None else None,
+            found[with_tools] if with_tools is not None else None,
+        )
 
 
 def _sources(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
@@ -108,6 +123,16 @@ def _sources(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
         listed = source
     named = {one.get("name"): one.get("template") for one in listed}
     return {name: text for name, text in named.items() if isinstance(text, str)}
+
+
+def _processor_source(directory: Path) -> str | None:
+    """The template of the processor in its own files; the last file has precedence.
+
+    Source: vllm/renderers/hf.py, resolve_chat_template; transformers, processing_utils.py,
+    get_processor_dict.
+    """
+    found = [read_json(directory / name).get("chat_template") for name in _PROCESSOR_FILES]
+    return next((source for source in reversed(found) if isinstance(source, str)), None)
 
 
 class _Generation(jinja2.ext.Extension):

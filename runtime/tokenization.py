@@ -19,6 +19,7 @@ from baton.runtime.chat_continuation import mark_end, up_to_mark
 from baton.runtime.chat_templates import TEMPLATE_FILES, ChatTemplates
 from baton.runtime.config_error import ConfigError
 from baton.runtime.errors import InvalidArgument, shown
+from baton.runtime.json_files import read_json
 from baton.v1 import inference_pb2
 
 _FILES = (
@@ -61,8 +62,8 @@ class Tokenizer:
     def __init__(self, model: str) -> None:
         directory = _model_directory(model)
         self._tokenizer = _read_tokenizer(directory, model)
-        settings = _read_json(directory / "tokenizer_config.json")
-        specials = {**_read_json(directory / "special_tokens_map.json"), **settings}
+        settings = read_json(directory / "tokenizer_config.json")
+        specials = {**read_json(directory / "special_tokens_map.json"), **settings}
         self._special_tokens = {
             name: token
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -75,7 +76,7 @@ class Tokenizer:
         default = self._templates.default
         source = default.source if default is not None else None
         self._settings = {**settings, **self._special_tokens, "chat_template": source}
-        config = _read_json(directory / "config.json")
+        config = read_json(directory / "config.json")
         config = config.get("text_config", config)
         self.max_model_len = _positive(config.get("max_position_embeddings"))
         self.vocab_size = _positive(config.get("vocab_size")) or int(
@@ -86,7 +87,7 @@ class Tokenizer:
         self.eos_token_id = (
             self._tokenizer.token_to_id(eos_token) if eos_token is not None else None
         )
-        generation = _read_json(directory / "generation_config.json").get("eos_token_id")
+        generation = read_json(directory / "generation_config.json").get("eos_token_id")
         every = generation if isinstance(generation, list) else [generation]
         self.extra_eos_token_ids = frozenset(
             one for one in every if isinstance(one, int) and one != self.eos_token_id
@@ -293,7 +294,7 @@ def model_type(model: str) -> str:
     Raises:
         ConfigError: The model does not exist.
     """
-    found = _read_json(_model_directory(model) / "config.json").get("model_type")
+    found = read_json(_model_directory(model) / "config.json").get("model_type")
     return found if isinstance(found, str) else ""
 
 
@@ -324,19 +325,6 @@ def _read_tokenizer(directory: Path, model: str) -> Any:
         return FastTokenizer.from_file(str(path))
     except Exception as error:  # The library raises plain Exception.
         raise ConfigError(f"model: {path} is not a tokenizer: {error}") from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Object in an optional JSON file; empty when the file does not exist."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model: {path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"model: {path} is a {type(value).__name__}; must be an object")
-    return value
 
 
 def _token_text(value: Any) -> str | None:

@@ -302,6 +302,26 @@ def test_a_default_template_also_renders_tools(fresh_model_dir):
     tokenizer.close()
 
 
+def test_only_chats_with_tools_take_the_tokenizers_template_beside_a_processors(fresh_model_dir):
+    """As in vLLM; older models with images have a template in their processor's files."""
+    set_settings(fresh_model_dir, chat_template="{{ tools[0].function.name }}")
+    directory = fresh_model_dir
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": PARTS}))
+    (directory / "processor_config.json").write_text('{"processor_class": "LlavaProcessor"}')
+    tokenizer = Tokenizer(str(directory))
+    assert tokenizer.render(chat(("user", "hi"))) == "[user]hi"
+    assert tokenizer.render(chat(("user", "hi"), tools=TOOLS)) == "weather"
+    tokenizer.close()
+    (directory / "processor_config.json").write_text(json.dumps({"chat_template": ROLES}))
+    tokenizer = Tokenizer(str(directory))
+    assert tokenizer.render(chat(("user", "hi"))) == "user:hi|"
+    tokenizer.close()
+    set_settings(directory, chat_template=None)
+    tokenizer = Tokenizer(str(directory))
+    assert tokenizer.render(chat(("user", "hi"), tools=TOOLS)) == "user:hi|"
+    tokenizer.close()
+
+
 def test_long_tools_leave_the_event_loop(tokenizer):
     short = inference_pb2.GenerateRequest(chat=chat(("user", "x"), tools="[{}]"))
     assert tokenizer.is_short(short)
