@@ -274,6 +274,39 @@ async def test_parallel_tool_calls_can_be_disabled(gateway):
     assert calls == [{"name": "weather", "arguments": OSLO}]
 
 
+async def test_the_first_chunk_of_a_streamed_call_has_empty_arguments(gateway):
+    """As at OpenAI: clients add the arguments of later chunks to this text."""
+    _, answer = await gateway.ask(call(OSLO) + call(ROME), tools=[TOOL], stream=True)
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    deltas = [json.loads(line)["choices"][0]["delta"] for line in lines[:-1]]
+    made = [one["function"] for told in deltas for one in told.get("tool_calls", ())]
+    begun = [one for one in made if "name" in one]
+    assert begun == 2 * [{"name": "weather", "arguments": ""}]
+    assert "".join(one["arguments"] for one in made) == OSLO + ROME
+
+
+async def test_the_arguments_of_a_streamed_call_come_in_parts_with_a_text(gateway):
+    """Neither the Messages API nor the Responses API begins a call with an empty part."""
+    body = {"model": "scripted", "stream": True}
+    async with gateway.anthropic() as client:
+        of_messages = {"max_tokens": 99, "messages": TURNS, "tools": [WEATHER]}
+        asked = asyncio.create_task(client.messages.create(**body, **of_messages))
+        await gateway.answer(f"{THINK}{ANSWER}{call(OSLO)}", STOP)
+        parts = [one.delta async for one in await asked if hasattr(one, "delta")]
+    parts = [one.partial_json for one in parts if getattr(one, "type", "") == "input_json_delta"]
+    assert all(parts)
+    assert "".join(parts) == OSLO
+    async with gateway.openai() as client:
+        of_responses = {"input": "a", "tools": [RESPONSES_TOOL], "reasoning": {"effort": "none"}}
+        asked = asyncio.create_task(client.responses.create(**body, **of_responses))
+        await gateway.answer(call(OSLO), STOP)
+        events = [event async for event in await asked]
+    kind = "response.function_call_arguments.delta"
+    parts = [event.delta for event in events if event.type == kind]
+    assert all(parts)
+    assert "".join(parts) == OSLO
+
+
 async def test_an_output_cut_off_in_a_call_has_reason_length(gateway):
     options = {"tools": [TOOL], "stream": True, "stream_options": {"include_usage": True}}
     _, answer = await gateway.ask(call(OSLO)[:-20], reason=LENGTH, **options)
