@@ -680,6 +680,14 @@ DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/p
             "messages[0].content[0].content[1].type",
             {"messages": [{"role": "user", "content": [{**RESULT, "content": [TEXT, DOCUMENT]}]}]},
         ),
+        (
+            "messages[1].content[1].type",
+            {"messages": [*TURNS, {"role": "user", "content": [TEXT, DOCUMENT]}]},
+        ),
+        (
+            "messages[0].content[0].type",
+            {"messages": [{"role": "user", "content": [DOCUMENT]}, PREFILL]},
+        ),
     ],
 )
 async def test_what_messages_cannot_honour_is_refused(gateway, field, body):
@@ -717,6 +725,34 @@ async def test_documents_in_earlier_results_are_left_out_with_a_word(gateway):
     request, _ = await gateway.message("Warm.", messages=turns)
     (told,) = (turn.content for turn in request.chat.messages if turn.role == "tool")
     assert "[document left out]" in told
+
+
+FOUND = {"type": "web_search_tool_result", "tool_use_id": "s1", "content": []}
+SEARCH = {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "a"}}
+
+
+async def test_unknown_blocks_in_earlier_turns_are_left_out_with_a_word(gateway):
+    """A client cannot take them back, for example when the conversation began with Claude."""
+    source = {"type": "search_result", "source": "s", "title": "t", "content": [TEXT]}
+    turns = [
+        {"role": "user", "content": [DOCUMENT, source, TEXT]},
+        {"role": "assistant", "content": [SEARCH, FOUND, {"type": "text", "text": "It is cold."}]},
+        {"role": "user", "content": "And now?"},
+        # The model has paused its turn.
+        {"role": "assistant", "content": [SEARCH, FOUND]},
+        {"role": "user", "content": "And?"},
+    ]
+    request, _ = await gateway.message("Warm.", messages=turns)
+    assert [(turn.role, turn.content) for turn in request.chat.messages] == [
+        ("user", "[document left out]\n[search_result left out]\na"),
+        ("assistant", "It is cold."),
+        ("user", "And now?"),
+        ("assistant", "[server_tool_use left out]"),
+        ("user", "And?"),
+    ]
+    async with gateway.anthropic() as client:
+        counted = await client.messages.count_tokens(model="scripted", messages=turns)
+    assert counted.input_tokens > 0
 
 
 async def test_a_client_with_threads_sends_the_whole_conversation_instead(gateway):
