@@ -926,6 +926,45 @@ async def test_a_response_that_was_cut_off_is_incomplete(gateway, stream):
     assert found.status == "incomplete"
     assert found.incomplete_details.reason == "max_output_tokens"
     assert items(found) == [("message", "It is")]
+    assert found.output[0].status == "incomplete"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "reason", "statuses"),
+    [
+        ("It is cold.", STOP, {"message": "completed"}),
+        ("It is", LENGTH, {"message": "incomplete"}),
+        (f"I look. {call(OSLO)}", STOP, {"message": "completed", "function_call": "completed"}),
+        (
+            f"I look. {call(OSLO)}",
+            LENGTH,
+            {"message": "completed", "function_call": "incomplete"},
+        ),
+    ],
+)
+async def test_the_last_item_of_a_response_that_was_cut_off_is_incomplete(
+    gateway, stream, text, reason, statuses
+):
+    """Items before it are whole."""
+    off = {"reasoning": {"effort": "none"}, "tools": [RESPONSES_TOOL]}
+    async with gateway.openai() as client:
+        body = {"model": "scripted", "input": "a", **off}
+        asked = asyncio.create_task(client.responses.create(**body, stream=stream))
+        await gateway.answer(text, reason)
+        found = await asked
+        if stream:
+            events = [event async for event in found]
+            done = [one.item for one in events if one.type == "response.output_item.done"]
+            assert {one.type: one.status for one in done} == statuses
+            assert [one.sequence_number for one in events] == list(range(len(events)))
+            found = events[-1].response
+        assert {one.type: one.status for one in found.output} == statuses
+        # The client sends the items back.
+        again = [one.model_dump(mode="json") for one in found.output]
+        asked = asyncio.create_task(client.responses.create(**body | {"input": again}))
+        await gateway.answer("Cold.", STOP)
+        await asked
 
 
 async def test_the_events_of_a_streamed_response_are_in_openais_order(gateway):
