@@ -17,6 +17,7 @@ from baton.runtime.latency import LatencyModel
 from baton.simulator.baselines import Hindsight, Hpa, Planner, needed_sizes
 from baton.simulator.cell import ColdStart, SimulatedCell
 from baton.simulator.colocated import ColocatedCell
+from baton.simulator.kv_room import num_blocks
 from baton.simulator.parts import Shape
 from baton.simulator.policies import Baton, Policy, Static
 from baton.simulator.record import Record
@@ -54,10 +55,13 @@ def simulate(
 
     Raises:
         ValueError: the policy does not exist, there is no worker, a decode step would take no time,
-            or a request exceeds `simulated.max_model_len`.
+            or a request exceeds `simulated.max_model_len` or `simulated.kv_tokens`.
     """
-    engines = dict.fromkeys(Pool, config.simulated) | dict(engines or {})
     longest = traces.longest(arrivals)
+    for pool, engine in (engines or {}).items():
+        _check_kv_tokens(engine, longest, f" of the {pool.value} workers")
+    _check_kv_tokens(config.simulated, longest)
+    engines = dict.fromkeys(Pool, config.simulated) | dict(engines or {})
     shortest = min(one.max_model_len for one in (config.simulated, *engines.values()))
     if longest > shortest:
         raise ValueError(
@@ -91,6 +95,17 @@ def simulate(
     record = cell.run(arrivals, sizes, lasts_s)
     hits = PromptHits.of(cell.prompt_tokens, most_hits)
     return Simulation(figures(record, cell.gaps, targets, hits), record)
+
+
+def _check_kv_tokens(engine: SimulatedConfig, longest: int, of: str = "") -> None:
+    """Checks that the KV cache holds the longest request alone; a worker serves no longer one."""
+    block = engine.block_size_tokens
+    needed = num_blocks(longest, block) * block
+    if engine.kv_tokens < needed:
+        raise ValueError(
+            f"simulated.kv_tokens{of}: is {engine.kv_tokens}; must be at least {needed}, the "
+            f"longest request of the trace ({longest} tokens) in whole blocks of {block} tokens"
+        )
 
 
 def shape_of(config: BatonConfig, engine: SimulatedConfig | None = None) -> Shape:
