@@ -39,7 +39,13 @@ from virtual_cell import VirtualCell, WorkerShape
 
 DATA = Path(__file__).parents[1] / "data"
 MODEL = LatencyModel(0.005, 0.0001, 0.0, 0.010, 0.0001, 1e-7)
-SHAPE = Shape(MODEL, kv_tokens=100_000, max_num_batched_tokens=512, max_model_len=8192)
+SHAPE = Shape(
+    MODEL,
+    kv_tokens=100_000,
+    max_num_batched_tokens=512,
+    max_model_len=8192,
+    follows_step_targets=False,
+)
 CONFIG = ScalingConfig(prefill=PoolLimits(1, 8), decode=PoolLimits(1, 8), cold_start_s=20.0)
 
 
