@@ -9,7 +9,12 @@ from dataclasses import dataclass, replace
 from baton.coordinator.scaling.autoscale import queueing
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import Pool
-from baton.coordinator.state.scaling_config import ScalingConfig, in_seconds, scaling_config
+from baton.coordinator.state.scaling_config import (
+    ScalingConfig,
+    check_limits,
+    in_seconds,
+    scaling_config,
+)
 from baton.load import traces
 from baton.load.traces import Arrival
 from baton.runtime.config import BatonConfig, SimulatedConfig
@@ -24,7 +29,9 @@ from baton.simulator.record import Record
 from baton.simulator.report import Figures, PromptHits, figures
 
 COLOCATED = "colocated"
-POLICIES = ("baton", "static", COLOCATED, "hpa", "planner", "hindsight")
+# Policies that size the pools within the limits of the section `scaling`.
+SCALING_POLICIES = ("baton", "hpa", "planner", "hindsight")
+POLICIES = ("static", COLOCATED, *SCALING_POLICIES)
 _SPAN_S = 10.0
 
 
@@ -56,7 +63,11 @@ def simulate(
     Raises:
         ValueError: the policy does not exist, there is no worker, a decode step would take no time,
             or a request exceeds `simulated.max_model_len` or `simulated.kv_tokens`.
+        ConfigError: the policy sizes the pools, and the initial sizes are over the limits of the
+            section `scaling`.
     """
+    if policy in SCALING_POLICIES:
+        check_limits(config, f"the policy {policy} sizes the pools")
     longest = traces.longest(arrivals)
     for pool, engine in (engines or {}).items():
         _check_kv_tokens(engine, longest, f" of the {pool.value} workers")
