@@ -24,6 +24,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from baton.engine.step_planner import StepPlanner
+from baton.engine.vllm_adapter_slots import AdapterSlots
 from baton.engine.vllm_load_failures import TableLoadFailures
 from baton.engine.vllm_step_targets import TargetsReader
 from baton.engine.warm_up import is_warm_up
@@ -89,6 +90,8 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         # memory, and when they were looked up.
         self._cached: dict[str, tuple[int, float]] = {}
         self._num_lookups = 0
+        # Waiting requests of the latest step that vLLM skipped for want of an adapter slot.
+        self._lack_slot: set[Request] = set()
         # When vLLM was last to ask for a request's handoff.
         self._asked_at: dict[str, float] = {}
         self._warms_up = True
@@ -100,11 +103,14 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         # The first step with another request has a limit: it is the first one that is measured.
         self._warms_up = self._warms_up and all(map(is_warm_up, self.requests))
         self.max_num_scheduled_tokens, held = self._plan()
+        self._lack_slot.clear()
         try:
             output = super().schedule(*args, **kwargs)
         finally:
             self.max_num_scheduled_tokens = self._max_step_tokens
             self.waiting.extend(held)
+        # They wait for no event: they are prompts like others once there is a slot.
+        self.deferred_waiting -= self._lack_slot
         self._stalled = self._found_stalled(output.num_scheduled_tokens)
         # The time of a warm-up step says nothing: it includes compilation.
         work = None if self._warms_up else self.connector.latest_step_work()
@@ -114,6 +120,13 @@ class BatonScheduler(TableLoadFailures, Scheduler):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         self.planner.ended(scheduler_output, time.monotonic())
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        # The plan cannot foresee everything that vLLM starts: requests that wait for events, too.
+        if not self._adapter_slots().has(request):
+            self._lack_slot.add(request)
+            return False
+        return bool(super()._handle_blocked_waiting_request(request))
 
     def _mamba_block_aligned_split(
         self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any
@@ -169,10 +182,13 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         now, model, self._num_lookups = time.time(), self.planner.model, 0
         decodes = [one for one in self.running if not _is_prompt(one)]
         # Prompts that have been loaded hold blocks, as running ones do.
-        loaded = [one for one in self.kv_holding_waiting if self._is_loaded(one)]
+        slots = self._adapter_slots()
+        loaded = [
+            one for one in self.kv_holding_waiting if self._is_loaded(one) and slots.take(one)
+        ]
         begun = [*(one for one in self.running if _is_prompt(one)), *loaded]
         chunks = [self._candidate(one, now, model) for one in begun]
-        arrivals, awaiting, blocked, held = self._divide_waiting(now, model)
+        arrivals, awaiting, blocked, held = self._divide_waiting(now, model, slots)
         # A stalled prompt gets one token until it progresses. With more, it would take the time of
         # prompts that can progress, and that may hold what it waits for.
         stalled = [
@@ -192,7 +208,9 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         has_limit = math.isfinite(streams.limit_s) and streams.limit_s > 0
         self.connector.limit_step(streams.limit_s if has_limit else 0.0)
         copies = (
-            has_limit and self.connector.copies_in_steps and any(map(self._loads_handoff, coming))
+            has_limit
+            and self.connector.copies_in_steps
+            and any(self._loads_handoff(one, slots) for one in coming)
         )
         # vLLM asks requests for their handoff only while tokens are left in the step.
         per_request = 1 + self.num_spec_tokens
@@ -293,8 +311,12 @@ class BatonScheduler(TableLoadFailures, Scheduler):
 
     def _found_stalled(self, num_scheduled_tokens: Mapping[str, int]) -> frozenset[str]:
         """Prompts that wait for blocks or for the encoder cache after a step was made."""
-        # All loaded requests had tokens in the plan.
-        loaded = {one.request_id for one in self.kv_holding_waiting if self._is_loaded(one)}
+        # All loaded requests with an adapter slot had tokens in the plan.
+        loaded = {
+            one.request_id
+            for one in self.kv_holding_waiting
+            if one.request_id in self._chunk_limits and self._is_loaded(one)
+        }
         have_images = {
             name
             for name, most in self._chunk_limits.items()
@@ -302,22 +324,34 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         }
         return frozenset(loaded | have_images)
 
+    def _adapter_slots(self) -> AdapterSlots:
+        return AdapterSlots.of(self.lora_config, self.running)
+
     def _divide_waiting(
-        self, now: float, model: LatencyModel
+        self, now: float, model: LatencyModel, slots: AdapterSlots
     ) -> tuple[list[_Candidate], list[Request], list[Request], list[Request]]:
         """Divides the waiting requests.
+
+        Args:
+            now: The time, by time.time.
+            model: Predicts the time of a step.
+            slots: The adapters of running and of loaded requests; this counts those of prompts that
+                may start.
 
         Returns:
             Prompts that may start; requests that wait for a handoff or for another event, and
             then compute one token in their first step; prompts that must wait, because the step
             has no place for another request or the cache has no room; requests that certainly
-            still wait for their handoffs.
+            still wait for their handoffs, or for an adapter slot.
         """
         num_places = max(0, self.max_num_active_reqs - len(self.running))
         arrivals: list[_Candidate] = []
         awaiting: list[Request] = []
         held: list[Request] = []
         for request in self.waiting:
+            if not slots.has(request):
+                held.append(request)
+                continue
             has_grammar = _has_its_grammar(request)
             if has_grammar:
                 # vLLM has skipped it until now. It is a prompt like others, even if it gets no
@@ -334,6 +368,9 @@ class BatonScheduler(TableLoadFailures, Scheduler):
                 arrivals.append(self._candidate(request, now, model))
         awaiting.sort(key=_age)
         arrivals.sort(key=_rank)
+        # Like vLLM, go on with later prompts after one that has no slot.
+        held += [one.request for one in arrivals if not slots.take(one.request)]
+        arrivals = [one for one in arrivals if slots.has(one.request)]
         count = self._num_fitting(arrivals[:num_places])
         return arrivals[:count], awaiting, [one.request for one in arrivals[count:]], held
 
@@ -351,13 +388,15 @@ class BatonScheduler(TableLoadFailures, Scheduler):
             or request.status in _COMPUTES_PROMPT
         )
 
-    def _loads_handoff(self, request: Request) -> bool:
+    def _loads_handoff(self, request: Request, slots: AdapterSlots) -> bool:
         """Whether the ranks copy a request's handoff in the next step, if its streams have time."""
         if request in self.kv_holding_waiting:
             return not self._is_loaded(request)
         num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        return not self.connector.is_on_its_way(request.request_id) and (
-            self._num_blocks(request.num_tokens) <= num_free
+        return (
+            slots.has(request)
+            and not self.connector.is_on_its_way(request.request_id)
+            and self._num_blocks(request.num_tokens) <= num_free
         )
 
     def _must_ask(self, request: Request, now: float) -> bool:

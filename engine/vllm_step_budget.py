@@ -10,6 +10,8 @@ import re
 from typing import Any
 
 import vllm
+from vllm.config.lora import LoRAConfig
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -25,12 +27,13 @@ from baton.runtime.latency import LatencyModel
 
 _log = logging.getLogger(__name__)
 
-# The names of vLLM that engine/vllm_scheduler.py uses: methods and properties, with the parameters
-# of the private methods that it overrides.
+# The names of vLLM that Baton's scheduler uses: methods and properties, with the parameters of the
+# private methods that it overrides.
 _METHODS: dict[type, tuple[str, ...]] = {
     Scheduler: (
         "schedule",
         "update_from_output",
+        "_handle_blocked_waiting_request",
         "_mamba_block_aligned_split",
         "_try_schedule_encoder_inputs",
         "_reserve_prefill_lookahead",
@@ -39,8 +42,11 @@ _METHODS: dict[type, tuple[str, ...]] = {
     KVCacheManager: ("get_computed_blocks",),
     BlockPool: ("get_num_free_blocks",),
     StructuredOutputRequest: ("grammar",),
+    LoRAConfig: ("max_loras",),
+    LoRARequest: ("lora_int_id",),
 }
 _HOOK_PARAMETERS = {
+    "_handle_blocked_waiting_request": ["self", "request"],
     "_mamba_block_aligned_split": [
         "self",
         "request",
@@ -73,6 +79,7 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "running",
         "requests",
         "connector",
+        "lora_config",
     ),
     Request: (
         "num_computed_tokens",
@@ -83,6 +90,7 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "priority",
         "status",
         "structured_output_request",
+        "lora_request",
     ),
     KVCacheManager: ("block_pool", "coordinator"),
     KVCacheCoordinator: ("single_type_managers",),

@@ -33,6 +33,7 @@ from baton.runtime.step_budget import StepTargets
 from baton.v1 import kv_transfer_pb2
 
 NUM_BLOCKS = 14
+MAX_LORAS = 2
 # Targets that leave room for prompts, and targets that leave none, so that each step has the least
 # number of prompt tokens.
 TARGETS = {"normal": StepTargets(0.05, 0.06, 0.2), "floor": StepTargets(1e-6, 1e-6, 1e-6)}
@@ -108,20 +109,27 @@ def random_run(
     asynchronous: bool,
     targets: StepTargets | None,
     have_images: bool = False,
+    num_adapters: int = 0,
     **more: Any,
 ) -> Result:
-    """Runs the requests of a seed; `steps` is None if they did not end."""
+    """Runs the requests of a seed; `steps` is None if they did not end.
+
+    With adapters, a step may have MAX_LORAS of them.
+    """
     engine = Engine(NUM_BLOCKS, asynchronous=asynchronous, targets=targets, **more)
     rng = random.Random(seed)
     if have_images:
         hold_image_tokens(engine, 100)
+    if num_adapters:
+        engine.scheduler.lora_config = SimpleNamespace(max_loras=MAX_LORAS)
     waiting, num_steps, num_empty = requests(seed), 0, 0
     while waiting or engine.scheduler.has_unfinished_requests() or engine.is_busy:
         while waiting and waiting[0][0] <= num_steps:
             _, name, prompt, *rest, transfer = waiting.pop(0)
             has_images = have_images and transfer is None
             images = random_images(rng, len(prompt)) if has_images else []
-            engine.add(name, prompt, *rest, transfer, images)
+            adapter = rng.randint(0, num_adapters) if num_adapters else 0
+            engine.add(name, prompt, *rest, transfer, images, adapter)
         made = engine.schedule() if engine.scheduler.has_unfinished_requests() else {}
         if engine.is_busy and (not asynchronous or engine.num_under_way > 1 or not made):
             engine.take_output()
@@ -346,6 +354,21 @@ def late_beside_in_time() -> dict[str, Any]:
     return {"steps": steps}
 
 
+def prompt_without_an_adapter_slot() -> list[dict[str, int]]:
+    """Each step of a prompt whose adapter must wait for a stream with another one to end."""
+    engine = Engine(60, asynchronous=False, targets=TARGETS["normal"])
+    engine.scheduler.lora_config = SimpleNamespace(max_loras=1)
+    engine.add("stream", range(5), URGENT, 4, adapter=1)
+    engine.step()
+    engine.add("waits", range(1000, 1040), URGENT, 1, adapter=2)
+    engine.add("behind", range(2000, 2050), URGENT, 1, adapter=1)
+    engine.add("no adapter", range(3000, 3050), URGENT, 1)
+    steps = []
+    while engine.scheduler.has_unfinished_requests() and len(steps) < 50:
+        steps.append(engine.step())
+    return steps
+
+
 def after_the_warm_up() -> dict[str, Any]:
     """A prompt that would fit into one step follows the warm-up."""
     engine = Engine(
@@ -524,6 +547,7 @@ def main(num_seeds: int) -> dict[str, Any]:
             speculative_config=SPECULATION,
         ),
         "compared with images": compared(max(1, num_seeds // 2), have_images=True),
+        "compared with adapters": compared(max(1, num_seeds // 2), num_adapters=4),
         **scenarios(),
     }
 
@@ -540,6 +564,7 @@ def scenarios() -> dict[str, Any]:
             "whole prompts": whole_prompts(),
             "short beside long": short_beside_long(),
             "late beside in time": late_beside_in_time(),
+            "prompt without an adapter slot": prompt_without_an_adapter_slot(),
             "after the warm-up": after_the_warm_up(),
             "compiled grammar": compiled_grammar(),
             "compiled grammar behind another prompt": compiled_grammar_behind_another_prompt(),
