@@ -14,7 +14,8 @@ from vllm.config.lora import LoRAConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
-from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.request import Request
@@ -27,8 +28,8 @@ from baton.runtime.latency import LatencyModel
 
 _log = logging.getLogger(__name__)
 
-# The names of vLLM that Baton's scheduler uses: methods and properties, with the parameters of the
-# private methods that it overrides.
+# The names of vLLM that Baton's scheduler uses: methods, properties and fields, with the parameters
+# of the private methods that it overrides.
 _METHODS: dict[type, tuple[str, ...]] = {
     Scheduler: (
         "schedule",
@@ -40,6 +41,8 @@ _METHODS: dict[type, tuple[str, ...]] = {
     ),
     Request: ("num_tokens", "num_tokens_with_spec", "num_output_tokens", "has_encoder_inputs"),
     KVCacheManager: ("get_computed_blocks",),
+    KVCacheBlocks: ("blocks",),
+    KVCacheBlock: ("ref_cnt", "is_null"),
     BlockPool: ("get_num_free_blocks",),
     StructuredOutputRequest: ("grammar",),
     LoRAConfig: ("max_loras",),
@@ -135,7 +138,7 @@ def _missing() -> list[str]:
         f"{owner.__name__}.{name}"
         for owner, names in _METHODS.items()
         for name in names
-        if not hasattr(owner, name)
+        if not hasattr(owner, name) and name not in inspect.get_annotations(owner)
     ]
     found += [
         f"{owner.__name__}.{name}"

@@ -5,6 +5,7 @@ The engine is that of scheduling_program.py: it has few blocks, so that requests
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import time
@@ -53,9 +54,10 @@ def handoff_id(number: int) -> bytes:
 
 
 class ManyHandoffs(Port):
-    """A transfer service that commits `coming`, with two blocks each, when the test says so."""
+    """A transfer service that commits `coming`, with `num_blocks` each, when the test says so."""
 
     coming: tuple[bytes, ...] = ()
+    num_blocks = 2
 
     def __init__(self, _: str) -> None:
         super().__init__(_)
@@ -65,7 +67,9 @@ class ManyHandoffs(Port):
         found, ManyHandoffs.coming = ManyHandoffs.coming, ()
         state = kv_transfer_pb2.HANDOFF_STATE_COMMITTED
         return [
-            kv_transfer_pb2.LocalHandoffState(handoff_id=one, state=state, num_tokens=2 * BLOCK)
+            kv_transfer_pb2.LocalHandoffState(
+                handoff_id=one, state=state, num_tokens=self.num_blocks * BLOCK
+            )
             for one in found
         ]
 
@@ -261,6 +265,68 @@ def handoff_in_a_full_cache(targets: StepTargets | None) -> int:
     while "loads" not in engine.step():
         num_steps += 1
     return num_steps
+
+
+class BigHandoffs(ManyHandoffs):
+    num_blocks = 14
+
+
+def beside_requests_without_blocks(case: str, targets: StepTargets | None) -> dict[str, Any]:
+    """A long prompt runs, and the next request finds too few free blocks until that prompt ends.
+
+    Args:
+        case: The next request: "handoff"; "cached", a prompt whose beginning is in the prefix
+            cache, and no request holds it; "host", the same in host memory, until the long prompt
+            has ended. Behind it, a short prompt arrives before each step.
+        targets: Targets of Baton's scheduler; None: vLLM's own scheduler.
+
+    Returns:
+        Tokens of the long prompt in each step; the later steps, up to the first with the next
+        request and a short prompt.
+    """
+    vllm_connector.EnginePort = BigHandoffs  # type: ignore[misc,assignment]
+    engine = Engine(60, asynchronous=False, targets=targets, max_model_len=1024)
+    requests, connector = engine.scheduler.requests, engine.scheduler.connector
+    if case == "cached":
+        engine.add("earlier", range(1000, 1480), URGENT, 1)
+        engine.run()
+    engine.add("holds blocks", range(9000, 9160), LATE, 100)
+    while not engine.reported["holds blocks"]:
+        engine.step()
+    engine.add("long", range(5000, 5600), URGENT, 1)
+    while requests["long"].num_computed_tokens < 240:
+        engine.step()
+    prompt = range(1000, 1490)
+    if case == "handoff":
+        prompt = range(1000, 1000 + 14 * BLOCK + 1)
+        engine.add("next", prompt, URGENT, 2, receive(HANDOFF, 14 * BLOCK))
+        engine.step()
+        ManyHandoffs.coming = (HANDOFF,)
+    else:
+        engine.add("next", prompt, URGENT, 2)
+    beside: list[int] = []
+    after: list[dict[str, int]] = []
+    with contextlib.ExitStack() as stack:
+        if case == "host":
+            for name, found, none in (
+                ("num_stored_tokens", 480, 0),
+                ("get_num_new_matched_tokens", (480, True), (0, False)),
+            ):
+                patched = mock.patch.object(
+                    connector,
+                    name,
+                    lambda request, _, found=found, none=none: (
+                        found if request.request_id == "next" else none
+                    ),
+                )
+                stack.enter_context(patched)
+        while "long" in requests and len(beside) < 100:
+            first = 20_000 + 1000 * len(beside)
+            engine.add(f"short {len(beside)}", range(first, first + 15), URGENT, 1)
+            beside.append(engine.step().get("long", 0))
+    while len(after) < 100 and not {"next", "short 0"} <= {one for step in after for one in step}:
+        after.append(engine.step())
+    return {"beside": beside, "after": after}
 
 
 def prompt_beside_a_loaded_one() -> dict[str, Any]:
@@ -579,6 +645,13 @@ def scenarios() -> dict[str, Any]:
             "handoff in a full cache": [
                 handoff_in_a_full_cache(targets) for targets in (None, TARGETS["normal"])
             ],
+            "beside requests without blocks": {
+                case: [
+                    beside_requests_without_blocks(case, targets)
+                    for targets in (None, TARGETS["normal"])
+                ]
+                for case in ("handoff", "cached", "host")
+            },
             "prompt beside a loaded one": prompt_beside_a_loaded_one(),
             "images in two lanes": images_in_two_lanes(),
             "image behind a chunk": image_behind_a_chunk(),

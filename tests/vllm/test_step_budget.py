@@ -107,6 +107,17 @@ def test_a_loaded_request_starts_as_soon_as_the_cache_has_room(made: dict[str, A
     assert by_baton == by_vllm < 20
 
 
+@pytest.mark.parametrize("case", ["handoff", "cached", "host"])
+def test_a_prompt_progresses_beside_requests_that_get_no_blocks(
+    made: dict[str, Any], case: str
+) -> None:
+    """They would get most tokens of each step; they start in time once there is room."""
+    by_vllm, by_baton = made["beside requests without blocks"][case]
+    assert len(by_baton["beside"]) <= len(by_vllm["beside"]) + 1
+    assert len(by_baton["after"]) <= len(by_vllm["after"]) + 1
+    assert by_baton["after"][-1].keys() & {"next", "short 0"}
+
+
 def test_a_prompt_progresses_beside_a_loaded_one_that_has_no_place(made: dict[str, Any]) -> None:
     """The loaded one is shorter and older, so it would get all prompt tokens of each step."""
     case = made["prompt beside a loaded one"]
