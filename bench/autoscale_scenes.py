@@ -213,6 +213,7 @@ class Scene:
             block_size_tokens=BLOCK_TOKENS if self.trace.hit_share else 16,
             prefix_caching=self.trace.hit_share > 0,
             max_num_batched_tokens=4096,
+            follows_step_targets=True,
         )
         return SimulatedCell(
             core_config(self.latency, elastic=elastic, local_prefill=local_prefill),

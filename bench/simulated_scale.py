@@ -65,7 +65,13 @@ def main() -> None:
         "lanes": {"interactive": free},
     }
     core = replace(CoreConfig.of(parse(values, "bench")), latency=MODEL)
-    shape = Shape(MODEL, kv_tokens=120_000, max_num_batched_tokens=4096, flush_s=5.0)
+    shape = Shape(
+        MODEL,
+        kv_tokens=120_000,
+        max_num_batched_tokens=4096,
+        follows_step_targets=True,
+        flush_s=5.0,
+    )
     cell = SimulatedCell(core, dict.fromkeys(Pool, shape), Baton(config), heartbeat_s=HEARTBEAT_S)
     sizes = {Pool.PREFILL: arguments.prefill, Pool.DECODE: arguments.decode}
     record = cell.run(arrivals, sizes, lasts_s)

@@ -24,6 +24,7 @@ def compare(config: BatonConfig, arrivals: Sequence[Arrival], json_file: Path | 
 
     Raises:
         ValueError: there are too few workers, or a request is too long.
+        ConfigError: there are more workers than autoscaled pools may have.
     """
     from baton.coordinator.state.scaling_config import in_seconds
     from baton.simulator import comparison

@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from baton.engine.step_planner import StepPlanner
+from baton.engine.vllm_adapter_slots import AdapterSlots
 from baton.engine.vllm_load_failures import TableLoadFailures
 from baton.engine.vllm_step_targets import TargetsReader
 from baton.engine.warm_up import is_warm_up
@@ -40,6 +42,8 @@ STEPS = "steps"
 _LOOKUP_AGAIN_S, _MAX_LOOKUPS = 1.0, 8
 # Share of the time for prompts that they get while ranks copy handoffs in the steps.
 _SHARE_BESIDE_LOADS = 0.5
+# Value of `BatonScheduler._cached` for a prompt that was not looked up.
+_NOT_LOOKED_UP = (0, (), 0.0)
 # More blocks than any cache has.
 _NO_LIMIT = 2**62
 # Statuses of waiting requests that compute their prompt next.
@@ -82,13 +86,17 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         self.waiting = FCFSRequestQueue()
         # Largest number of tokens of each prompt in the next step; prompts not in it have no limit.
         self._chunk_limits: dict[str, int] = {}
-        # Prompts with tokens in the latest plan to which vLLM gave none: they wait for blocks, or
-        # for room in the encoder cache, which holds images.
+        # Requests with tokens in the latest plan to which vLLM gave none: they wait for blocks, or
+        # for room in the encoder cache, which holds images, or behind such a request.
         self._stalled: frozenset[str] = frozenset()
+        # Those of them for which the cache had too few free blocks after that step.
+        self._lack_blocks: frozenset[str] = frozenset()
         # Number of tokens of each waiting prompt in the prefix cache and, after those, in host
-        # memory, and when they were looked up.
-        self._cached: dict[str, tuple[int, float]] = {}
+        # memory; the blocks of the former; and when they were looked up.
+        self._cached: dict[str, tuple[int, Sequence[Sequence[KVCacheBlock]], float]] = {}
         self._num_lookups = 0
+        # Waiting requests of the latest step that vLLM skipped for want of an adapter slot.
+        self._lack_slot: set[Request] = set()
         # When vLLM was last to ask for a request's handoff.
         self._asked_at: dict[str, float] = {}
         self._warms_up = True
@@ -100,12 +108,16 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         # The first step with another request has a limit: it is the first one that is measured.
         self._warms_up = self._warms_up and all(map(is_warm_up, self.requests))
         self.max_num_scheduled_tokens, held = self._plan()
+        self._lack_slot.clear()
         try:
             output = super().schedule(*args, **kwargs)
         finally:
             self.max_num_scheduled_tokens = self._max_step_tokens
             self.waiting.extend(held)
         self._stalled = self._found_stalled(output.num_scheduled_tokens)
+        self._lack_blocks = frozenset(filter(self._lacks_blocks, self._stalled))
+        # They wait for no event: they are prompts like others once there is a slot.
+        self.deferred_waiting -= self._lack_slot
         # The time of a warm-up step says nothing: it includes compilation.
         work = None if self._warms_up else self.connector.latest_step_work()
         self.planner.made(output, work)
@@ -114,6 +126,13 @@ class BatonScheduler(TableLoadFailures, Scheduler):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         self.planner.ended(scheduler_output, time.monotonic())
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        # The plan cannot foresee everything that vLLM starts: requests that wait for events, too.
+        if not self._adapter_slots().has(request):
+            self._lack_slot.add(request)
+            return False
+        return bool(super()._handle_blocked_waiting_request(request))
 
     def _mamba_block_aligned_split(
         self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any
@@ -169,10 +188,20 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         now, model, self._num_lookups = time.time(), self.planner.model, 0
         decodes = [one for one in self.running if not _is_prompt(one)]
         # Prompts that have been loaded hold blocks, as running ones do.
-        loaded = [one for one in self.kv_holding_waiting if self._is_loaded(one)]
+        slots = self._adapter_slots()
+        loaded = [
+            one for one in self.kv_holding_waiting if self._is_loaded(one) and slots.take(one)
+        ]
         begun = [*(one for one in self.running if _is_prompt(one)), *loaded]
         chunks = [self._candidate(one, now, model) for one in begun]
-        arrivals, awaiting, blocked, held = self._divide_waiting(now, model)
+        arrivals, awaiting, blocked, held = self._divide_waiting(now, model, slots)
+        # vLLM adds again those that wait for an event (see _found_stalled).
+        self.deferred_waiting.difference_update(loaded, awaiting)
+        # A prompt that now has enough blocks gets its whole share at once.
+        self._stalled -= {one for one in self._lack_blocks if not self._lacks_blocks(one)}
+        behind = self._behind_stalled(loaded, _in_lanes(awaiting, map(_request, arrivals)))
+        blocked += [one.request for one in arrivals if one.request in behind]
+        arrivals = [one for one in arrivals if one.request not in behind]
         # A stalled prompt gets one token until it progresses. With more, it would take the time of
         # prompts that can progress, and that may hold what it waits for.
         stalled = [
@@ -192,7 +221,9 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         has_limit = math.isfinite(streams.limit_s) and streams.limit_s > 0
         self.connector.limit_step(streams.limit_s if has_limit else 0.0)
         copies = (
-            has_limit and self.connector.copies_in_steps and any(map(self._loads_handoff, coming))
+            has_limit
+            and self.connector.copies_in_steps
+            and any(self._loads_handoff(one, slots) for one in coming)
         )
         # vLLM asks requests for their handoff only while tokens are left in the step.
         per_request = 1 + self.num_spec_tokens
@@ -279,45 +310,85 @@ class BatonScheduler(TableLoadFailures, Scheduler):
 
     def _num_cached(self, request: Request, now: float) -> int:
         """Tokens of a waiting prompt that need not be computed, looked up once a second."""
-        num_cached, looked_up_at = self._cached.get(request.request_id, (0, 0.0))
+        num_cached, _, looked_up_at = self._cached.get(request.request_id, _NOT_LOOKED_UP)
         if now - looked_up_at > _LOOKUP_AGAIN_S and self._num_lookups < _MAX_LOOKUPS:
             self._num_lookups += 1
             if len(self._cached) > 2 * len(self.requests):
                 self._cached = {
                     name: one for name, one in self._cached.items() if name in self.requests
                 }
-            num_cached = self.kv_cache_manager.get_computed_blocks(request)[1]
+            found, num_cached, *_ = self.kv_cache_manager.get_computed_blocks(request)
             num_cached += self.connector.num_stored_tokens(request, num_cached)
-            self._cached[request.request_id] = (num_cached, now)
+            self._cached[request.request_id] = (num_cached, found.blocks, now)
         return int(num_cached)
 
     def _found_stalled(self, num_scheduled_tokens: Mapping[str, int]) -> frozenset[str]:
-        """Prompts that wait for blocks or for the encoder cache after a step was made."""
-        # All loaded requests had tokens in the plan.
-        loaded = {one.request_id for one in self.kv_holding_waiting if self._is_loaded(one)}
-        have_images = {
-            name
+        """Requests that wait for blocks, for the encoder cache, or behind such a request.
+
+        They had tokens in the plan, and vLLM neither gave them any nor deferred them. A running
+        prompt without images is not among them: vLLM preempts it, or others, for its blocks.
+        """
+        without = (
+            self.requests[name]
             for name, most in self._chunk_limits.items()
-            if most and name not in num_scheduled_tokens and self.requests[name].has_encoder_inputs
-        }
-        return frozenset(loaded | have_images)
+            if most and name not in num_scheduled_tokens
+        )
+        return frozenset(
+            one.request_id
+            for one in without
+            if one not in self.deferred_waiting
+            and (one.status != RequestStatus.RUNNING or one.has_encoder_inputs)
+        )
+
+    def _lacks_blocks(self, name: str) -> bool:
+        """Whether the cache certainly has too few free blocks for a request."""
+        request = self.requests.get(name)
+        num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        return request is not None and self._num_free_blocks_taken(request) > num_free
+
+    def _behind_stalled(self, loaded: Iterable[Request], queue: Iterable[Request]) -> set[Request]:
+        """Waiting requests that vLLM cannot start, because it stops at a stalled one before them.
+
+        Args:
+            loaded: Loaded requests, which vLLM starts before the others.
+            queue: Other waiting requests, in the order in which vLLM starts them.
+        """
+        found: set[Request] = set()
+        is_behind = any(one.request_id in self._stalled for one in loaded)
+        for request in queue:
+            if is_behind:
+                found.add(request)
+            is_behind = is_behind or request.request_id in self._stalled
+        return found
+
+    def _adapter_slots(self) -> AdapterSlots:
+        return AdapterSlots.of(self.lora_config, self.running)
 
     def _divide_waiting(
-        self, now: float, model: LatencyModel
+        self, now: float, model: LatencyModel, slots: AdapterSlots
     ) -> tuple[list[_Candidate], list[Request], list[Request], list[Request]]:
         """Divides the waiting requests.
+
+        Args:
+            now: The time, by time.time.
+            model: Predicts the time of a step.
+            slots: The adapters of running and of loaded requests; this counts those of prompts that
+                may start.
 
         Returns:
             Prompts that may start; requests that wait for a handoff or for another event, and
             then compute one token in their first step; prompts that must wait, because the step
             has no place for another request or the cache has no room; requests that certainly
-            still wait for their handoffs.
+            still wait for their handoffs, or for an adapter slot.
         """
         num_places = max(0, self.max_num_active_reqs - len(self.running))
         arrivals: list[_Candidate] = []
         awaiting: list[Request] = []
         held: list[Request] = []
         for request in self.waiting:
+            if not slots.has(request):
+                held.append(request)
+                continue
             has_grammar = _has_its_grammar(request)
             if has_grammar:
                 # vLLM has skipped it until now. It is a prompt like others, even if it gets no
@@ -334,6 +405,9 @@ class BatonScheduler(TableLoadFailures, Scheduler):
                 arrivals.append(self._candidate(request, now, model))
         awaiting.sort(key=_age)
         arrivals.sort(key=_rank)
+        # Like vLLM, go on with later prompts after one that has no slot.
+        held += [one.request for one in arrivals if not slots.take(one.request)]
+        arrivals = [one for one in arrivals if slots.has(one.request)]
         count = self._num_fitting(arrivals[:num_places])
         return arrivals[:count], awaiting, [one.request for one in arrivals[count:]], held
 
@@ -351,13 +425,15 @@ class BatonScheduler(TableLoadFailures, Scheduler):
             or request.status in _COMPUTES_PROMPT
         )
 
-    def _loads_handoff(self, request: Request) -> bool:
+    def _loads_handoff(self, request: Request, slots: AdapterSlots) -> bool:
         """Whether the ranks copy a request's handoff in the next step, if its streams have time."""
         if request in self.kv_holding_waiting:
             return not self._is_loaded(request)
         num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        return not self.connector.is_on_its_way(request.request_id) and (
-            self._num_blocks(request.num_tokens) <= num_free
+        return (
+            slots.has(request)
+            and not self.connector.is_on_its_way(request.request_id)
+            and self._num_blocks(request.num_tokens) <= num_free
         )
 
     def _must_ask(self, request: Request, now: float) -> bool:
@@ -394,10 +470,24 @@ class BatonScheduler(TableLoadFailures, Scheduler):
                 for other in older
                 if _age(other) < _age(one.request)
             )
-            num_free -= self._num_blocks(one.prompt.num_left)
+            num_free -= self._num_free_blocks_taken(one.request)
             if num_free < num_reserved:
                 return index
         return len(arrivals)
+
+    def _num_free_blocks_taken(self, request: Request) -> int:
+        """Number of free blocks that a request takes for the rest of its tokens.
+
+        Cached blocks that no request holds are among the free ones, and what comes from host memory
+        needs blocks too.
+        """
+        if request.num_computed_tokens:
+            return self._num_blocks(request.num_tokens - request.num_computed_tokens)
+        _, cached, _ = self._cached.get(request.request_id, _NOT_LOOKED_UP)
+        num_held: int = sum(
+            one.ref_cnt > 0 and not one.is_null for table in cached for one in table
+        )
+        return max(0, self._num_blocks(request.num_tokens) - num_held)
 
     def _num_blocks(self, num_tokens: int) -> int:
         """Most blocks, of all block tables, that a request holds for this many more tokens."""
@@ -418,16 +508,22 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         """Orders the waiting requests; vLLM starts none after the first that gets no token."""
         starts = [one.request for one in arrivals if self._chunk_limits[one.request.request_id]]
         rest = [one.request for one in arrivals if not self._chunk_limits[one.request.request_id]]
-        # An awaiting request computes one token, so it goes before the prompts of its lane.
-        ordered = sorted([*awaiting, *starts], key=lambda one: one.priority)
         self.waiting.clear()
-        self.waiting.extend([*ordered, *rest, *blocked])
+        self.waiting.extend([*_in_lanes(awaiting, starts), *rest, *blocked])
 
 
 def _is_prompt(request: Request) -> bool:
     """Whether a request computes its prompt (after a preemption: its tokens so far)."""
     num_computed = request.num_computed_tokens
     return bool(num_computed < request.num_tokens - 1 or not num_computed)
+
+
+def _in_lanes(awaiting: Iterable[Request], starts: Iterable[Request]) -> list[Request]:
+    """Orders waiting requests by lane.
+
+    An awaiting request computes one token, so it goes before the prompts of its lane.
+    """
+    return sorted([*awaiting, *starts], key=lambda one: one.priority)
 
 
 def _itl_s(request: Request) -> float | None:
@@ -453,6 +549,10 @@ def _has_its_grammar(request: Request) -> bool:
 def _age(request: Request) -> tuple[int, float]:
     """Sort key: vLLM preempts the request with the largest one."""
     return request.priority, request.arrival_time
+
+
+def _request(one: _Candidate) -> Request:
+    return one.request
 
 
 def _rank(one: _Candidate) -> tuple[float, ...]:

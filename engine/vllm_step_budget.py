@@ -10,9 +10,12 @@ import re
 from typing import Any
 
 import vllm
+from vllm.config.lora import LoRAConfig
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
-from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.request import Request
@@ -25,22 +28,28 @@ from baton.runtime.latency import LatencyModel
 
 _log = logging.getLogger(__name__)
 
-# The names of vLLM that engine/vllm_scheduler.py uses: methods and properties, with the parameters
+# The names of vLLM that Baton's scheduler uses: methods, properties and fields, with the parameters
 # of the private methods that it overrides.
 _METHODS: dict[type, tuple[str, ...]] = {
     Scheduler: (
         "schedule",
         "update_from_output",
+        "_handle_blocked_waiting_request",
         "_mamba_block_aligned_split",
         "_try_schedule_encoder_inputs",
         "_reserve_prefill_lookahead",
     ),
     Request: ("num_tokens", "num_tokens_with_spec", "num_output_tokens", "has_encoder_inputs"),
     KVCacheManager: ("get_computed_blocks",),
+    KVCacheBlocks: ("blocks",),
+    KVCacheBlock: ("ref_cnt", "is_null"),
     BlockPool: ("get_num_free_blocks",),
     StructuredOutputRequest: ("grammar",),
+    LoRAConfig: ("max_loras",),
+    LoRARequest: ("lora_int_id",),
 }
 _HOOK_PARAMETERS = {
+    "_handle_blocked_waiting_request": ["self", "request"],
     "_mamba_block_aligned_split": [
         "self",
         "request",
@@ -73,6 +82,7 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "running",
         "requests",
         "connector",
+        "lora_config",
     ),
     Request: (
         "num_computed_tokens",
@@ -83,6 +93,7 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "priority",
         "status",
         "structured_output_request",
+        "lora_request",
     ),
     KVCacheManager: ("block_pool", "coordinator"),
     KVCacheCoordinator: ("single_type_managers",),
@@ -127,7 +138,7 @@ def _missing() -> list[str]:
         f"{owner.__name__}.{name}"
         for owner, names in _METHODS.items()
         for name in names
-        if not hasattr(owner, name)
+        if not hasattr(owner, name) and name not in inspect.get_annotations(owner)
     ]
     found += [
         f"{owner.__name__}.{name}"

@@ -11,13 +11,14 @@ import hashlib
 import json
 import types
 from collections import deque
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from itertools import pairwise, zip_longest
 from json.encoder import encode_basestring_ascii as quoted
-from typing import Any
+from typing import Any, get_args
 
 import partial_json_parser
 from vllm.entrypoints.anthropic.protocol import (
+    AnthropicContentBlock,
     AnthropicCountTokensRequest,
     AnthropicMessage,
     AnthropicMessagesRequest,
@@ -52,6 +53,10 @@ _MESSAGE = FailFast[AnthropicMessage](AnthropicMessage)
 _CONTINUED = {"add_generation_prompt": False, "continue_final_message": True}
 # Content of a tool's result that the converter reads; it drops the rest without an error.
 _RESULT_PARTS = ("text", "image", "tool_reference")
+# Types of the blocks that vLLM's class takes.
+_BLOCKS = get_args(AnthropicContentBlock.model_fields["type"].annotation)
+# How the types of blocks of tools at Anthropic end, such as web_search_tool_result, mcp_tool_use.
+_OF_SERVER_TOOLS = ("_tool_use", "_tool_result")
 # The coordinator's limit for the ID of a session.
 _MAX_SESSION_CHARS = 256
 # How an event with a part of a content block begins, and the fields of its delta with a text.
@@ -76,7 +81,7 @@ class MessageConversion:
         values = _values(body)
         # vLLM's class takes four of them at most. The coordinator has a limit of its own.
         stop = values.pop("stop_sequences", None)
-        request = parse_as(values, _REQUEST, _UNSUPPORTED, _ENTRIES)
+        request = parse_as(values, _REQUEST, _UNSUPPORTED, _entries(values))
         self.chat = _converted(request)
         if stop is not None:
             self.chat["stop"] = stop
@@ -206,7 +211,8 @@ def tokenize_body(body: bytes) -> dict[str, Any]:
     Raises:
         HttpError: The body is not a request of the Messages API.
     """
-    request = parse_as(_values(body), _COUNT_REQUEST, _UNSUPPORTED, _ENTRIES)
+    values = _values(body)
+    request = parse_as(values, _COUNT_REQUEST, _UNSUPPORTED, _entries(values))
     chat = _converted(request, counts=True)
     # As the chat route renders the prompt.
     chat["chat_template_kwargs"] = template_kwargs(
@@ -216,11 +222,43 @@ def tokenize_body(body: bytes) -> dict[str, Any]:
     return {name: chat[name] for name in wanted if name in chat}
 
 
-def _message(_index: int, sent: Any) -> AnthropicMessage:
-    return _MESSAGE.validate(sent)
+def _entries(values: dict[str, Any]) -> dict[str, Callable[[int, Any], AnthropicMessage]]:
+    """Returns the validators of the entries of a body's lists."""
+    messages = values.get("messages")
+    num_earlier = len(messages) - 1 if isinstance(messages, list) else 0
+    match messages:
+        # The begin of the answer, behind the question.
+        case [*_, {"role": "assistant"}]:
+            num_earlier -= 1
+
+    def message(index: int, sent: Any) -> AnthropicMessage:
+        return _MESSAGE.validate(_without_unknown_blocks(sent) if index < num_earlier else sent)
+
+    return {"messages": message}
 
 
-_ENTRIES = {"messages": _message}
+def _without_unknown_blocks(message: Any) -> Any:
+    """Returns a message of an earlier turn without blocks that this gateway cannot render.
+
+    A client cannot take them back, for example after a change of the model within a conversation.
+    A text says which block is left out. Calls of tools that run at Anthropic, and their results,
+    leave no trace, because the assistant's text that follows has what they found.
+    """
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return message
+    found = list[Any]()
+    left_out = list[dict[str, str]]()
+    for block in content:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if not isinstance(kind, str) or kind in _BLOCKS:
+            found.append(block)
+            continue
+        left_out.append({"type": "text", "text": f"[{kind} left out]"})
+        if not kind.endswith(_OF_SERVER_TOOLS):
+            found.append(left_out[-1])
+    # A turn must not be empty: many chat templates expect user and assistant in turn.
+    return {**message, "content": found or left_out[:1]}
 
 
 def _values(body: bytes) -> dict[str, Any]:

@@ -258,10 +258,12 @@ class ResponseConversion:
         ]
 
     def _last_events(self) -> str:
-        events = [self._event(event) for event in self._processor.close_current()]
+        closing = self._processor.close_current()
         model, created = self._head["model"], self._head["created"]
+        # The event that closes the last item has the item, too, and is rendered with its status.
         items = self._processor.output_items
         found = self._finished(model, created, items, self._reason, self._usage)
+        events = [self._event(event) for event in closing]
         is_whole = found.status != "incomplete"
         kind = "response.completed" if is_whole else "response.incomplete"
         return "".join([*events, self._about(kind, found)])
@@ -311,6 +313,8 @@ class ResponseConversion:
     ) -> ResponsesResponse:
         """Returns the finished response, and stores it if the request allows it."""
         status = {"length": "incomplete", "abort": "cancelled"}.get(reason or "", "completed")
+        if status != "completed" and items and hasattr(items[-1], "status"):
+            items[-1].status = "incomplete"
         found = self._response(model, created, items, status, usage)
         if self._request.store:
             answered = construct_chat_messages_with_tool_call(items)

@@ -337,7 +337,11 @@ class ChoiceOutputParser:
             return None
         message = maybe_filter_parallel_tool_calls(message, self._request)
         fields: dict[str, Any] = message.model_dump(exclude_none=True)
-        self._has_called |= "tool_calls" in fields
+        for call in fields.get("tool_calls", ()):
+            self._has_called = True
+            if "name" in call.get("function", ()):
+                # As at OpenAI: some clients add later arguments to this text.
+                call["function"].setdefault("arguments", "")
         return fields
 
     def message(self, text: str, token_ids: Sequence[int]) -> dict[str, Any]:

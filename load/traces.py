@@ -215,16 +215,28 @@ def _number(path: Path, number: int, row: Any, key: str) -> float:
 def _arrival(place: str, at_s: float, prompt: Any, output: Any) -> Arrival:
     lengths = []
     for name, value in (("prompt", prompt), ("output", output)):
-        try:
-            length = int(value)
-        except (TypeError, ValueError, OverflowError):
-            length = 0
-        if not 1 <= length <= MAX_TOKENS:
+        length = _whole(value)
+        if length is None or not 1 <= length <= MAX_TOKENS:
             raise TraceError(
-                f"{place}: its {name} has {value!r:.60} tokens; must be 1 to {MAX_TOKENS}"
+                f"{place}: its {name} has {value!r:.60} tokens; must be a whole number from 1 to "
+                f"{MAX_TOKENS}"
             )
         lengths.append(length)
     return Arrival(at_s, lengths[0], lengths[1])
+
+
+def _whole(value: Any) -> int | None:
+    """Returns a whole number; None for another value.
+
+    A float of a whole number counts: pandas writes whole numbers so in a column with empty cells.
+    """
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return int(number) if number.is_integer() else None
 
 
 def longest(arrivals: Sequence[Arrival]) -> int:

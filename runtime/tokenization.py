@@ -7,29 +7,26 @@ import json
 from array import array
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import processors
 
 from baton.runtime.chat_continuation import mark_end, up_to_mark
+from baton.runtime.chat_templates import TEMPLATE_FILES, ChatTemplates
 from baton.runtime.config_error import ConfigError
 from baton.runtime.errors import InvalidArgument, shown
+from baton.runtime.json_files import read_json
 from baton.v1 import inference_pb2
 
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
+    *TEMPLATE_FILES,
     "config.json",
     "generation_config.json",
 )
@@ -65,8 +62,8 @@ class Tokenizer:
     def __init__(self, model: str) -> None:
         directory = _model_directory(model)
         self._tokenizer = _read_tokenizer(directory, model)
-        settings = _read_json(directory / "tokenizer_config.json")
-        specials = {**_read_json(directory / "special_tokens_map.json"), **settings}
+        settings = read_json(directory / "tokenizer_config.json")
+        specials = {**read_json(directory / "special_tokens_map.json"), **settings}
         self._special_tokens = {
             name: token
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -75,14 +72,11 @@ class Tokenizer:
         _set_post_processor(self._tokenizer, settings, self._special_tokens)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        source = _template_source(directory, settings)
-        self._template = _template(directory, source) if source is not None else None
-        # As in vLLM: a template that knows the role has its name as a string.
-        self._knows_developers = any(
-            f"{quote}developer{quote}" in (source or "") for quote in "'\""
-        )
+        self._templates = ChatTemplates.read(directory, settings)
+        default = self._templates.default
+        source = default.source if default is not None else None
         self._settings = {**settings, **self._special_tokens, "chat_template": source}
-        config = _read_json(directory / "config.json")
+        config = read_json(directory / "config.json")
         config = config.get("text_config", config)
         self.max_model_len = _positive(config.get("max_position_embeddings"))
         self.vocab_size = _positive(config.get("vocab_size")) or int(
@@ -93,7 +87,7 @@ class Tokenizer:
         self.eos_token_id = (
             self._tokenizer.token_to_id(eos_token) if eos_token is not None else None
         )
-        generation = _read_json(directory / "generation_config.json").get("eos_token_id")
+        generation = read_json(directory / "generation_config.json").get("eos_token_id")
         every = generation if isinstance(generation, list) else [generation]
         self.extra_eos_token_ids = frozenset(
             one for one in every if isinstance(one, int) and one != self.eos_token_id
@@ -168,7 +162,9 @@ class Tokenizer:
         Raises:
             InvalidArgument: The model has no chat template, or its template refuses the messages.
         """
-        if self._template is None:
+        templates = self._templates
+        template = templates.with_tools if chat.tools else templates.default
+        if template is None:
             raise InvalidArgument(
                 "chat",
                 f"{len(chat.messages)} messages",
@@ -176,12 +172,14 @@ class Tokenizer:
             )
         kwargs = json.loads(chat.template_kwargs) if chat.template_kwargs else {}
         messages = [_as_template_reads(one) for one in chat.messages]
-        if not self._knows_developers and any(one["role"] == "developer" for one in messages):
+        if not template.knows_developers and any(one["role"] == "developer" for one in messages):
             messages = _with_developers_as_system(messages)
+        if template.reads_parts:
+            messages = [_with_parts(one) for one in messages]
         add = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
         try:
             continued = mark_end(messages) if chat.continue_final_message else None
-            rendered = self._template.render(
+            rendered = template.render(
                 messages=messages,
                 # Defined as None rather than undefined: templates test `is not none`.
                 tools=json.loads(chat.tools) if chat.tools else None,
@@ -251,6 +249,19 @@ def _text(content: str | list[dict[str, Any]]) -> str:
     return "\n".join(part["text"] for part in content if "text" in part)
 
 
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message with its text as a list of one part.
+
+    As in vLLM, a tool's result stays a text: most templates with parts read results as text.
+
+    Source: vllm/renderers/chat_utils.py, _parse_chat_message_content.
+    """
+    text = message["content"]
+    if message["role"] == "tool" or not isinstance(text, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": text}]}
+
+
 def _content(parts: Sequence[inference_pb2.ContentPart]) -> str | list[dict[str, Any]]:
     """Returns texts as one text; templates of models with images take a list of parts."""
     if not any(part.HasField("image") for part in parts):
@@ -283,7 +294,7 @@ def model_type(model: str) -> str:
     Raises:
         ConfigError: The model does not exist.
     """
-    found = _read_json(_model_directory(model) / "config.json").get("model_type")
+    found = read_json(_model_directory(model) / "config.json").get("model_type")
     return found if isinstance(found, str) else ""
 
 
@@ -314,19 +325,6 @@ def _read_tokenizer(directory: Path, model: str) -> Any:
         return FastTokenizer.from_file(str(path))
     except Exception as error:  # The library raises plain Exception.
         raise ConfigError(f"model: {path} is not a tokenizer: {error}") from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Object in an optional JSON file; empty when the file does not exist."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model: {path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"model: {path} is a {type(value).__name__}; must be an object")
-    return value
 
 
 def _token_text(value: Any) -> str | None:
@@ -363,71 +361,6 @@ def _max_token_chars(tokenizer: Any) -> int | None:
     if tokenizer.normalizer is not None or "ByteLevel" not in repr(parts):
         return None
     return max(map(len, tokenizer.get_vocab(with_added_tokens=True)))
-
-
-def _template_source(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    path = directory / "chat_template.jinja"
-    source: Any = settings.get("chat_template")
-    if path.is_file():
-        source = path.read_text(encoding="utf-8")
-    if isinstance(source, list):
-        named = {one.get("name"): one.get("template") for one in source}
-        source = named.get("default")
-    return source if isinstance(source, str) else None
-
-
-def _template(directory: Path, source: str) -> jinja2.Template:
-    try:
-        return _environment().from_string(source)
-    except jinja2.TemplateError as error:
-        raise ConfigError(
-            f"model: {directory} has a chat template with an error: {error}"
-        ) from None
-
-
-class _Generation(jinja2.ext.Extension):
-    """The {% generation %} block (marks the assistant's text in training): renders its content."""
-
-    tags = {"generation"}  # noqa: RUF012  # jinja2 declares `tags` as a class attribute.
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Environment with the settings of transformers (utils/chat_template_utils.py)."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_Generation, jinja2.ext.loopcontrols],
-    )
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
-
-    def strftime_now(pattern: str) -> str:
-        return datetime.now().astimezone().strftime(pattern)
-
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
-    return environment
 
 
 def _positive(value: Any) -> int | None:

@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from baton.coordinator.state.pools import Pool
-from baton.coordinator.state.scaling_config import Targets
+from baton.coordinator.state.scaling_config import Targets, check_limits
 from baton.load.results import limits, number, plain
 from baton.load.traces import Arrival
 from baton.runtime.config import BatonConfig, SimulatedConfig
 from baton.simulator import processes
 from baton.simulator.report import Figures
-from baton.simulator.run import COLOCATED, simulate
+from baton.simulator.run import COLOCATED, SCALING_POLICIES, simulate
 
 # Default of vLLM's max_num_batched_tokens (vllm/config/scheduler.py); servers on GPUs with less
 # than 70 GiB use this default (vllm/engine/arg_utils.py, get_batch_defaults).
@@ -86,6 +86,8 @@ def setups(config: BatonConfig) -> list[Setup]:
 
     Raises:
         ValueError: there are fewer than 2 workers.
+        ConfigError: the autoscaled rows would begin with pools over the limits of the section
+            `scaling`.
     """
     prefill, decode = config.prefill.workers, config.decode.workers
     if prefill + decode < 2:
@@ -94,7 +96,7 @@ def setups(config: BatonConfig) -> list[Setup]:
             "least 2 together, because a split needs one of each"
         )
     own = max(1, min(prefill, prefill + decode - 1))
-    return [
+    found = [
         *colocated(config),
         *(
             Setup(f"{one} prefill + {prefill + decode - one} decode", "static", one, rest)
@@ -106,6 +108,10 @@ def setups(config: BatonConfig) -> list[Setup]:
         Setup("elastic, autoscaled", "baton", own, prefill + decode - own, elastic=True),
         Setup("HPA, autoscaled", "hpa", own, prefill + decode - own),
     ]
+    for one in found:
+        if one.policy in SCALING_POLICIES:
+            check_limits(one.applied(config), "--compare also simulates autoscaled pools")
+    return found
 
 
 def colocated(config: BatonConfig, others: Iterable[SimulatedConfig] = ()) -> list[Setup]:

@@ -85,6 +85,7 @@ class Engine:
         self.fetches = Fetches(self)
         self._samples: deque[cluster_pb2.StepSample] = deque(maxlen=_SAMPLES)
         self._sampled_at = 0.0
+        self._loads_end_at = 0.0
         self._caches = WorkerCaches(
             shape, lambda changes: host.send(self, ev.WorkerCache(key, changes))
         )
@@ -171,8 +172,21 @@ class Engine:
             self.fetches.refuse(request)
             return
         # Like vLLM's, the load runs beside the steps of other requests.
-        wait_s = self._caches.load_s(request.num_host)
-        self.host.at(self.host.now + wait_s, self._arrive, request)
+        loaded_at = self._load_from_host(request.num_host, self.host.now)
+        self.host.at(loaded_at, self._arrive, request)
+
+    def _load_from_host(self, num_tokens: int, begins_at: float) -> float:
+        """Loads tokens from host memory after all earlier loads; returns when this load ends.
+
+        Args:
+            num_tokens: Tokens to load.
+            begins_at: When the load may begin at the earliest.
+        """
+        if not num_tokens:
+            return begins_at
+        begins_at = max(begins_at, self._loads_end_at)
+        self._loads_end_at = begins_at + self._caches.load_s(num_tokens)
+        return self._loads_end_at
 
     # ---- Owner of its fetches.
 
@@ -202,7 +216,7 @@ class Engine:
         request.num_fetched = num_tokens - num_cached - num_host
         request.use_held()
         self._caches.keep(request)
-        loaded_at = request.arrived_at + self._caches.load_s(num_host)
+        loaded_at = self._load_from_host(num_host, request.arrived_at)
         self.host.at(max(self.host.now, loaded_at), self._arrive, request)
 
     def fetches_at(self, address: str) -> Fetches | None:

@@ -6,7 +6,7 @@ import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.runtime.latency import LatencyModel
 from baton.runtime.step_budget import StreamPace
@@ -48,7 +48,7 @@ class Shape:
     max_num_batched_tokens: int = 2048
     max_model_len: int = 131072
     chunked: bool = True
-    follows_step_targets: bool = False
+    follows_step_targets: bool = field(kw_only=True)
     join_reserve_share: float = 0.0
     swaps: bool = False
     handoff_s: float = 0.002

@@ -9,7 +9,12 @@ from dataclasses import dataclass, replace
 from baton.coordinator.scaling.autoscale import queueing
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import Pool
-from baton.coordinator.state.scaling_config import ScalingConfig, in_seconds, scaling_config
+from baton.coordinator.state.scaling_config import (
+    ScalingConfig,
+    check_limits,
+    in_seconds,
+    scaling_config,
+)
 from baton.load import traces
 from baton.load.traces import Arrival
 from baton.runtime.config import BatonConfig, SimulatedConfig
@@ -17,13 +22,16 @@ from baton.runtime.latency import LatencyModel
 from baton.simulator.baselines import Hindsight, Hpa, Planner, needed_sizes
 from baton.simulator.cell import ColdStart, SimulatedCell
 from baton.simulator.colocated import ColocatedCell
+from baton.simulator.kv_room import num_blocks
 from baton.simulator.parts import Shape
 from baton.simulator.policies import Baton, Policy, Static
 from baton.simulator.record import Record
 from baton.simulator.report import Figures, PromptHits, figures
 
 COLOCATED = "colocated"
-POLICIES = ("baton", "static", COLOCATED, "hpa", "planner", "hindsight")
+# Policies that size the pools within the limits of the section `scaling`.
+SCALING_POLICIES = ("baton", "hpa", "planner", "hindsight")
+POLICIES = ("static", COLOCATED, *SCALING_POLICIES)
 _SPAN_S = 10.0
 
 
@@ -54,10 +62,17 @@ def simulate(
 
     Raises:
         ValueError: the policy does not exist, there is no worker, a decode step would take no time,
-            or a request exceeds `simulated.max_model_len`.
+            or a request exceeds `simulated.max_model_len` or `simulated.kv_tokens`.
+        ConfigError: the policy sizes the pools, and the initial sizes are over the limits of the
+            section `scaling`.
     """
-    engines = dict.fromkeys(Pool, config.simulated) | dict(engines or {})
+    if policy in SCALING_POLICIES:
+        check_limits(config, f"the policy {policy} sizes the pools")
     longest = traces.longest(arrivals)
+    for pool, engine in (engines or {}).items():
+        _check_kv_tokens(engine, longest, f" of the {pool.value} workers")
+    _check_kv_tokens(config.simulated, longest)
+    engines = dict.fromkeys(Pool, config.simulated) | dict(engines or {})
     shortest = min(one.max_model_len for one in (config.simulated, *engines.values()))
     if longest > shortest:
         raise ValueError(
@@ -91,6 +106,17 @@ def simulate(
     record = cell.run(arrivals, sizes, lasts_s)
     hits = PromptHits.of(cell.prompt_tokens, most_hits)
     return Simulation(figures(record, cell.gaps, targets, hits), record)
+
+
+def _check_kv_tokens(engine: SimulatedConfig, longest: int, of: str = "") -> None:
+    """Checks that the KV cache holds the longest request alone; a worker serves no longer one."""
+    block = engine.block_size_tokens
+    needed = num_blocks(longest, block) * block
+    if engine.kv_tokens < needed:
+        raise ValueError(
+            f"simulated.kv_tokens{of}: is {engine.kv_tokens}; must be at least {needed}, the "
+            f"longest request of the trace ({longest} tokens) in whole blocks of {block} tokens"
+        )
 
 
 def shape_of(config: BatonConfig, engine: SimulatedConfig | None = None) -> Shape:

@@ -52,13 +52,19 @@ _FINAL = frozenset(
         grpc.StatusCode.FAILED_PRECONDITION,
         grpc.StatusCode.ALREADY_EXISTS,
         grpc.StatusCode.INVALID_ARGUMENT,
+    }
+)
+# Status codes that are final for a worker that was never attached. A worker that was attached tries
+# again after them. The first two mean a wrong credential: an operator who replaces tokens or
+# certificates may have done so on the coordinator's host only. The third one comes from a server
+# without this service, for example a proxy while the coordinator restarts.
+_FINAL_AT_START = frozenset(
+    {
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
         grpc.StatusCode.UNIMPLEMENTED,
     }
 )
-# Status codes of a wrong credential. They are final for a worker that was never attached. A worker
-# that was attached tries again: an operator who replaces tokens or certificates may have done so on
-# the coordinator's host only.
-_WRONG_CREDENTIAL = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
 
 
 class AttachError(Exception):
@@ -349,7 +355,7 @@ class Attachment:
             raise Fenced(f"fenced by the coordinator: {details}")
         if self._leaving:
             return
-        if code in _FINAL or (code in _WRONG_CREDENTIAL and not self._generation):
+        if code in _FINAL or (code in _FINAL_AT_START and not self._generation):
             raise Refused(f"coordinator at {self._address} refuses this worker: {details}")
         raise _StreamLost(connection_failure(details) or f"{code.name}: {details}")
 

@@ -107,6 +107,10 @@ class Scaler:
         """The size set by an operator, which autoscaling does not change; None: no size is set."""
         return self._sizes.by_hand(pool)
 
+    def sizes_itself(self, pool: Pool) -> bool:
+        """Whether the load sizes the pool."""
+        return self.active and self._sizes.fixed(pool) is None
+
     def desired(self, pool: Pool) -> int:
         """Desired number of workers in the pool; 0 if the scaler is not active."""
         fixed = self._sizes.fixed(pool)

@@ -333,8 +333,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             desired=scaler.desired(pool),
             min_workers=floor if scaler.active else 0,
             max_workers=ceiling if scaler.active else 0,
-            size_by_hand=(by_hand := scaler.by_hand(pool)),
-            sizes_itself=scaler.active and scaler.autoscale and by_hand is None,
+            size_by_hand=scaler.by_hand(pool),
+            sizes_itself=scaler.sizes_itself(pool),
             reason=past[-1].decision.reason if past else "",
             problem="; ".join(
                 filter(None, (scaler.launches.problem(pool), scaler.launches.waiting(pool)))

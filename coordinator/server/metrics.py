@@ -298,7 +298,10 @@ class CoreCollector(Collector):
         limit.add_metric(["batch"], lanes.batch.max_queued)
         yield limit
         ceiling = GaugeMetricFamily(
-            "baton_workers_max", "Maximum number of workers.", labels=["pool"]
+            "baton_workers_max",
+            "Maximum number of workers of a pool that is sized by its load. A pool of a fixed "
+            "size, as configured or set by hand, has no series.",
+            labels=["pool"],
         )
         lacking = GaugeMetricFamily(
             "baton_workers_lacking_gpus",
@@ -306,7 +309,8 @@ class CoreCollector(Collector):
             labels=["pool"],
         )
         for pool in Pool:
-            ceiling.add_metric([pool.value], scaler.limits(pool)[1])
+            if scaler.sizes_itself(pool):
+                ceiling.add_metric([pool.value], scaler.limits(pool)[1])
             lacking.add_metric([pool.value], scaler.lacking_gpus(pool))
         yield ceiling
         yield lacking

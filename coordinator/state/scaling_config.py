@@ -220,14 +220,25 @@ def in_seconds(targets: TargetsConfig) -> Targets:
 
 def check_sizes(config: BatonConfig) -> None:
     """Raises ConfigError for pool sizes of `baton up` that are over the scaling limits."""
+    check_limits(config, "scaling.autoscale is on" if config.scaling.autoscale else None)
+
+
+def check_limits(config: BatonConfig, sized_because: str | None) -> None:
+    """Raises ConfigError for pool sizes that are over the scaling limits.
+
+    Args:
+        config: The configuration.
+        sized_because: Why the load sizes the pools, for the message; None: the sizes are fixed, so
+            only `scaling.max_gpus` limits them.
+    """
     scaling = scaling_config(config)
     sizes = {Pool.PREFILL: config.prefill.workers, Pool.DECODE: config.decode.workers}
     for pool, workers in sizes.items():
         most = scaling.limits(pool).ceiling
-        if config.scaling.autoscale and workers > most:
+        if sized_because is not None and workers > most:
             raise ConfigError(
                 f"{pool.value}.workers: is {workers}; must be at most {most}, "
-                f"scaling.{pool.value}.max_workers, because scaling.autoscale is on"
+                f"scaling.{pool.value}.max_workers, because {sized_because}"
             )
     needed = sum(workers * scaling.limits(pool).gpus for pool, workers in sizes.items())
     if scaling.max_gpus is not None and needed > scaling.max_gpus:

@@ -6,6 +6,7 @@ running; its error names the line.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +91,9 @@ class InputParser:
             line, too_long = self._rest + part, self._rest_is_too_long
             self._rest, self._rest_is_too_long = b"", False
             self._number += 1
+            if self._number == 1:
+                # Some editors and Windows programs begin a text file with it.
+                line = line.removeprefix(codecs.BOM_UTF8)
             if too_long or line.strip():
                 yield self._parsed(line, too_long or len(line) > self._max_line_bytes)
         if not last:

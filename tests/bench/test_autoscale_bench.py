@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
 
 import pytest
 
-from baton.bench import autoscale
+from baton.bench import autoscale, autoscale_scenes, simulated_scale
 from baton.bench.autoscale import Runs
 from baton.bench.autoscale_scenes import BATON, BATON_AT, HPA, PLANNER, POLICIES, STATIC
+from baton.simulator.cell import SimulatedCell
 from baton.simulator.report import Figures
 
 
@@ -98,6 +101,27 @@ def test_wrong_options_are_refused_in_words(arguments, said, capsys):
     with pytest.raises(SystemExit):
         autoscale.parsed(arguments)
     assert said in capsys.readouterr().err
+
+
+def test_the_simulated_workers_plan_their_steps_as_batons_workers_do(monkeypatch):
+    """By default Baton's scheduler limits the steps by the targets (`steps.scheduler`)."""
+    follow = []
+
+    class Seen(SimulatedCell):
+        def __init__(self, config, shapes, *arguments, **options):
+            follow.append({one.follows_step_targets for one in shapes.values()})
+            super().__init__(config, shapes, *arguments, **options)
+
+    for module in (autoscale_scenes, simulated_scale):
+        monkeypatch.setattr(module, "SimulatedCell", Seen)
+    made = autoscale_scenes.scene("azure", 0, 0.1, 20.0)
+    made.cell(made.policy(BATON, 10.0, None), 10.0)
+    monkeypatch.setattr("gc.freeze", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["simulated_scale", "--requests", "20", "--minutes", "0.2"])
+    # The goals are for the whole hour.
+    with contextlib.suppress(SystemExit):
+        simulated_scale.main()
+    assert follow == [{True}, {True}]
 
 
 def test_it_runs_from_end_to_end(capsys):

@@ -16,7 +16,13 @@ from baton.simulator.parts import Shape
 from baton.simulator.policies import Static
 
 MODEL = LatencyModel(0.005, 0.0001, 0.0, 0.010, 0.0001, 1e-7)
-SHAPE = Shape(MODEL, kv_tokens=100_000, max_num_batched_tokens=512, max_model_len=8192)
+SHAPE = Shape(
+    MODEL,
+    kv_tokens=100_000,
+    max_num_batched_tokens=512,
+    max_model_len=8192,
+    follows_step_targets=False,
+)
 SCALING = ScalingConfig(prefill=PoolLimits(1, 8), decode=PoolLimits(1, 8), cold_start_s=20.0)
 CORE = replace(
     CoreConfig.of(

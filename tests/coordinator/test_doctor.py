@@ -384,6 +384,18 @@ def test_a_mean_gap_over_the_target_is_a_finding_however_long_single_gaps_may_be
     assert Kind.DECODE_INTERFERENCE in {one.kind for one in found(cell)}
 
 
+def test_few_gaps_that_move_the_mean_over_the_target_are_a_finding():
+    """The handoff before the second token takes 2 s; 97 % of the gaps are short."""
+    cell = LiveCell().workers(handoff_s=2.0).load(2, 100, 31).after(20)
+    [lane] = [one for one in cell.status().lanes if one.info.lane == common_pb2.LANE_INTERACTIVE]
+    assert lane.itl_attained >= lane.targets.percentile / 100
+    assert lane.itl.p95_us < lane.targets.itl_ms * 1e3 < lane.mean_gap.ToNanoseconds() / 1e3
+    [finding] = found(cell)
+    assert finding.kind is Kind.SLOW_HANDOFFS
+    assert any("over the target" in one for one in finding.evidence)
+    assert finding.weight > 1
+
+
 def test_an_elastic_cell_is_told_to_add_any_worker():
     """Any worker computes prompts and decodes, so that no advice asks for workers of one role."""
     queue = elastic(more_than_one_worker_computes().status())

@@ -15,12 +15,13 @@ from baton.client import AdminClient, BatonClient, errors
 from baton.coordinator.launchers.launch_supervisor import LaunchSupervisor
 from baton.coordinator.launchers.launcher import WorkerExit
 from baton.coordinator.server import admin_scaling
+from baton.coordinator.server.metrics import registry
 from baton.coordinator.server.server import Coordinator
 from baton.coordinator.server.stall import StallGuard
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.pools import Pool
 from baton.runtime import rpc
-from baton.runtime.config import PoolLimitsConfig, ScalingSection
+from baton.runtime.config import BatonConfig, PoolLimitsConfig, ScalingSection
 from baton.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
@@ -114,6 +115,27 @@ def pool(event, role):
 def ids(event, role):
     serves = cluster_pb2.WORKER_STATE_SERVING
     return {one.worker_id for one in event.workers if (one.role, one.state) == (role, serves)}
+
+
+async def test_only_a_pool_that_is_sized_by_its_load_has_a_ceiling(cell):
+    """A pool of a fixed size that equals max_workers would be at its ceiling for ever."""
+    coordinator, _, admin = cell
+
+    def ceilings():
+        found = registry(coordinator.shell.core, BatonConfig())
+        values = {
+            one.value: found.get_sample_value("baton_workers_max", {"pool": one.value})
+            for one in Pool
+        }
+        return {name for name, value in values.items() if value is not None}
+
+    assert ceilings() == set()
+    await admin.set_autoscale(enabled=True)
+    assert ceilings() == {"prefill", "decode"}
+    await admin.scale_pool(DECODE, 2)
+    assert ceilings() == {"prefill"}
+    await admin.set_autoscale(enabled=False)
+    assert ceilings() == set()
 
 
 async def test_scale_grows_and_shrinks_and_says_who_wins(cell):

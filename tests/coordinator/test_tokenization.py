@@ -104,6 +104,39 @@ def test_developer_messages_are_system_messages_where_a_template_does_not_know_t
     tokenizer.close()
 
 
+# As in SmolVLM and LLaVA: a text that is no list of parts would be missing.
+PARTS = (
+    "{% for message in messages %}[{{ message.role }}]"
+    "{% if message.content[0].type == 'image' %}!{% endif %}{% for part in message.content %}"
+    "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endfor %}"
+)
+
+
+def test_templates_that_read_parts_are_given_the_text_as_a_part(fresh_model_dir):
+    set_settings(fresh_model_dir, chat_template=PARTS)
+    tokenizer = Tokenizer(str(fresh_model_dir))
+    turns = [("system", "Be brief."), ("user", "hi"), ("assistant", "")]
+    assert tokenizer.render(chat(*turns)) == "[system]Be brief.[user]hi[assistant]"
+    turns = [("user", "hi"), ("developer", "Be brief."), ("developer", "Use tools.")]
+    assert tokenizer.render(chat(*turns)) == "[system]Be brief.\n\nUse tools.[user]hi"
+    assert tokenizer.render(continued(("user", "hi"), ("assistant", "It "))).endswith("t]It ")
+    prompt = chat(("user", "hi"), ("user", ""))
+    prompt.messages[1].parts.add(image=b"a")
+    prompt.messages[1].parts.add(text="b")
+    assert tokenizer.render(prompt) == "[user]hi[user]!<image>b"
+    tokenizer.close()
+
+
+def test_results_of_tools_stay_texts_for_templates_that_read_parts(fresh_model_dir):
+    """As in vLLM."""
+    source = "{% if message.role == 'tool' %}{{ message.content }}{% else %}|{% endif %}"
+    loop = "{% for part in message.content %}{% endfor %}"
+    set_settings(fresh_model_dir, chat_template=each_turn(source + loop))
+    tokenizer = Tokenizer(str(fresh_model_dir))
+    assert tokenizer.render(chat(("user", "hi"), ("tool", "cold"))) == "[user]|</s>[tool]cold</s>"
+    tokenizer.close()
+
+
 def continued(*messages):
     return chat(*messages, add_generation_prompt=False, continue_final_message=True)
 
@@ -232,6 +265,60 @@ def test_templates_read_tools_and_calls(fresh_model_dir):
     prompt.messages[1].fields = json.dumps({"tool_calls": calls})
     shown = '{"city": "Oslo"} {"city": "Rome"}' + 5 * " {}"
     assert tokenizer.render(prompt) == f"weather|user|assistant {shown}|tool call-1"
+    tokenizer.close()
+
+
+TOOLS = '[{"type": "function", "function": {"name": "weather"}}]'
+WITH_TOOLS = "{# 'developer' #}{{ tools[0].function.name }}|" + ROLES
+
+
+@pytest.mark.parametrize("as_files", [False, True])
+def test_chats_with_tools_are_rendered_with_the_template_for_tools(fresh_model_dir, as_files):
+    """Both in tokenizer_config.json and in the files of newer models; as in transformers."""
+    named = {"default": ROLES, "tool_use": WITH_TOOLS, "rag": "{{ no template"}
+    if as_files:
+        (fresh_model_dir / "chat_template.jinja").write_text(named.pop("default"))
+        (fresh_model_dir / "additional_chat_templates").mkdir()
+        for name, source in named.items():
+            (fresh_model_dir / "additional_chat_templates" / f"{name}.jinja").write_text(source)
+    else:
+        listed = [{"name": name, "template": source} for name, source in named.items()]
+        set_settings(fresh_model_dir, chat_template=listed)
+    tokenizer = Tokenizer(str(fresh_model_dir))
+    turns = [("user", "hi"), ("developer", "Be brief.")]
+    # Each template has its own answer to whether it knows the role `developer`.
+    assert tokenizer.render(chat(*turns)) == "system:Be brief.|user:hi|"
+    with_tools = tokenizer.render(chat(*turns, tools=TOOLS))
+    assert with_tools == "weather|user:hi|developer:Be brief.|"
+    assert tokenizer.info()["chat_template"] == ROLES
+    tokenizer.close()
+
+
+def test_a_default_template_also_renders_tools(fresh_model_dir):
+    listed = [{"name": "default", "template": WITH_TOOLS}, {"name": "rag", "template": ROLES}]
+    set_settings(fresh_model_dir, chat_template=listed)
+    tokenizer = Tokenizer(str(fresh_model_dir))
+    assert tokenizer.render(chat(("user", "hi"), tools=TOOLS)) == "weather|user:hi|"
+    tokenizer.close()
+
+
+def test_only_chats_with_tools_take_the_tokenizers_template_beside_a_processors(fresh_model_dir):
+    """As in vLLM; older models with images have a template in their processor's files."""
+    set_settings(fresh_model_dir, chat_template="{{ tools[0].function.name }}")
+    directory = fresh_model_dir
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": PARTS}))
+    (directory / "processor_config.json").write_text('{"processor_class": "LlavaProcessor"}')
+    tokenizer = Tokenizer(str(directory))
+    assert tokenizer.render(chat(("user", "hi"))) == "[user]hi"
+    assert tokenizer.render(chat(("user", "hi"), tools=TOOLS)) == "weather"
+    tokenizer.close()
+    (directory / "processor_config.json").write_text(json.dumps({"chat_template": ROLES}))
+    tokenizer = Tokenizer(str(directory))
+    assert tokenizer.render(chat(("user", "hi"))) == "user:hi|"
+    tokenizer.close()
+    set_settings(directory, chat_template=None)
+    tokenizer = Tokenizer(str(directory))
+    assert tokenizer.render(chat(("user", "hi"), tools=TOOLS)) == "user:hi|"
     tokenizer.close()
 
 

@@ -10,9 +10,10 @@ from prometheus_client.registry import Collector
 from baton.coordinator.core.core import Core
 from baton.coordinator.server.metrics import CoreCollector
 from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.pools import Pool
 from baton.gateway.caller_slots import CallerSlots
 from baton.gateway.metrics import GatewayCollector, GatewayStats
-from baton.runtime.config import BatonConfig
+from baton.runtime.config import parse
 from baton.v1 import kv_transfer_pb2
 from baton.worker import gpus
 from baton.worker.metrics import Snapshot, WorkerCollector
@@ -29,7 +30,10 @@ _SUFFIXES = {
 
 def collectors() -> list[Collector]:
     """Returns one collector of each kind, built as its process builds it."""
-    config = BatonConfig()
+    # Only pools that are sized by their load have all series.
+    config = parse({"scaling": {"autoscale": True}}, "the test")
+    core = Core(CoreConfig.of(config))
+    core.scaler.begin(dict.fromkeys(Pool, 1), 0.0)
     gpu_collector = gpus.collector("cuda", 1, "0", FakeNvml)
     assert gpu_collector is not None
     worker_collector = WorkerCollector("demo", "decode", ["grpc"])
@@ -37,7 +41,7 @@ def collectors() -> list[Collector]:
         transfer=kv_transfer_pb2.LocalStatistics(send_bytes_total=1, receive_bytes_total=1)
     )
     return [
-        CoreCollector(Core(CoreConfig.of(config)), config),
+        CoreCollector(core, config),
         GatewayCollector(
             GatewayStats(("/v1/completions",), Counter()),
             CallerSlots(1, "requests", "gateway_full"),

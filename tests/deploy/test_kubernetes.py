@@ -272,6 +272,39 @@ def test_every_pod_is_scraped(name):
     }
 
 
+def test_the_ray_cluster_scales_with_the_pools():
+    """Ray adds nodes only for workers that Baton starts, so both must scale, in the same limits."""
+    (ray,) = documents(KUBERNETES / "kuberay" / "raycluster.yaml")
+    effective = config(KUBERNETES / "kuberay" / "baton.yaml")
+    assert ray["spec"]["enableInTreeAutoscaling"] is True
+    assert effective.scaling.autoscale is True
+    limits = (effective.scaling.prefill, effective.scaling.decode)
+    (group,) = ray["spec"]["workerGroupSpecs"]
+    (container,) = group["template"]["spec"]["containers"]
+    gpus_per_node = int(container["resources"]["limits"]["nvidia.com/gpu"])
+    for nodes, workers in (
+        (group["minReplicas"], sum(one.min_workers for one in limits)),
+        (group["maxReplicas"], sum(one.max_workers for one in limits)),
+    ):
+        assert nodes * gpus_per_node == workers
+
+
+# Keys that only the autoscaler of `baton up` uses. (Limits also bound sizes set by hand there.)
+AUTOSCALING = {"prefill", "decode", "max_gpus", "cold_start_s", "down_window_s", "idle_s", "flip"}
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, id=str(file.relative_to(DEPLOY)))
+        for file in [*DEPLOY.glob("examples/*.yaml"), *KUBERNETES.rglob("baton.yaml")]
+    ],
+)
+def test_a_configuration_for_autoscaling_turns_it_on(file):
+    scaling = yaml.safe_load(file.read_text()).get("scaling", {})
+    assert scaling.get("autoscale") is True or not AUTOSCALING & scaling.keys()
+
+
 def test_the_ray_version_equals_the_ray_extra():
     (ray,) = documents(KUBERNETES / "kuberay" / "raycluster.yaml")
     assert f'ray = ["ray=={ray["spec"]["rayVersion"]}"]' in (ROOT / "pyproject.toml").read_text()

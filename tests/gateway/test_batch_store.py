@@ -1,5 +1,6 @@
 """The database of files and batches is right when a process ends at any point."""
 
+import codecs
 import contextlib
 import json
 import sqlite3
@@ -63,6 +64,20 @@ def validate(batches, batch):
     while batches.read_input(batch, parser, number):
         number += 1
     batches.begin_lines(batch.id, NOW_S)
+
+
+@pytest.mark.parametrize("size", [1, 2, 1000])
+def test_a_byte_order_mark_before_the_first_line_is_no_part_of_it(size):
+    line = json.dumps({"custom_id": "a", "method": "POST", "url": ROUTE, "body": {}}).encode()
+    data = codecs.BOM_UTF8 + line + b"\n" + codecs.BOM_UTF8 + line
+    parser, found = InputParser(ROUTE, 1000, 10), []
+    for start in range(0, len(data), size):
+        last = start + size >= len(data)
+        found += parser.feed(data[start : start + size], last=last)
+    first, second = found
+    assert (first.custom_id, first.code) == ("a", "")
+    assert second.code == "invalid_json_line"
+    assert not list(InputParser(ROUTE, 1000, 10).feed(codecs.BOM_UTF8, last=True))
 
 
 def test_lines_may_cross_chunks(tmp_path):

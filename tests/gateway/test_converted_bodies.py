@@ -1,6 +1,7 @@
 """Bodies of the Responses and Messages API, as the gateway converts them to chats."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -106,16 +107,16 @@ def test_many_wrong_entries_of_a_message_have_few_problems(
 
 def test_entries_behind_a_wrong_one_are_not_validated(monkeypatch):
     validated = []
-    original = messages._ENTRIES["messages"]
+    original = messages._MESSAGE
 
-    def counting(index, sent):
-        validated.append(index)
-        return original(index, sent)
+    def counting(sent):
+        validated.append(sent["role"])
+        return original.validate(sent)
 
-    monkeypatch.setitem(messages._ENTRIES, "messages", counting)
+    monkeypatch.setattr(messages, "_MESSAGE", SimpleNamespace(validate=counting))
     with pytest.raises(HttpError, match=r"messages\[1\]\.role is 'x'; "):
         message_as_chat(turn(), *[{"role": "x", "content": "a"}] * NUM_WRONG)
-    assert validated == [0, 1]
+    assert validated == ["user", "x"]
 
 
 FUNCTION = {"type": "function", "name": "f"}

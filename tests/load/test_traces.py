@@ -66,6 +66,19 @@ def test_plain_json_is_read(tmp_path):
     assert traces.read(path) == [Arrival(0.0, 7, 2)]
 
 
+def test_lengths_may_be_floats_of_whole_numbers(tmp_path):
+    """pandas writes so the whole numbers of a column that has empty cells."""
+    path = tmp_path / "trace"
+    for text in (
+        '[{"start_time": 0, "prompt_len": 7.0, "output_len": 2e0}]',
+        '{"timestamp": 0, "input_length": 7.0, "output_length": 2.0}',
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00,7.0,2.0\n",
+        "timestamp_ms,input_tokens,output_tokens,block_ids\n0,7.0,2.0,\n",
+    ):
+        path.write_text(text)
+        assert traces.read(path) == [Arrival(0.0, 7, 2)]
+
+
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00,7,2\n\n"
 MOONCAKE = '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids":'
 COMPACT = "timestamp_ms,input_tokens,output_tokens,block_ids\n"
@@ -76,7 +89,11 @@ COMPACT = "timestamp_ms,input_tokens,output_tokens,block_ids\n"
     [
         ("a,b\n1,2\n", "TIMESTAMP, ContextTokens, GeneratedTokens"),
         ('[{"start_time": 0, "prompt_len": 0, "output_len": 2}]', "its prompt has 0 tokens"),
-        ('[{"start_time": 0, "prompt_len": 1, "output_len": 1e12}]', "must be 1 to 16777216"),
+        ('[{"start_time": 0, "prompt_len": 1, "output_len": 1e12}]', "must be a whole number"),
+        ('[{"start_time": 0, "prompt_len": 10.9, "output_len": 2}]', "its prompt has 10.9 tokens"),
+        ('[{"start_time": 0, "prompt_len": 1, "output_len": true}]', "its output has True tokens"),
+        ('[{"start_time": 0, "prompt_len": [7], "output_len": 2}]', r"its prompt has \[7\] tokens"),
+        (f'[{{"start_time": 0, "prompt_len": 1{"0" * 400}}}]', "its prompt has 1000"),
         ('[{"start_time": "x", "prompt_len": 1, "output_len": 2}]', "start_time is 'x'"),
         ("[]", "has no request"),
         ("{nonsense", "not JSON"),
@@ -86,6 +103,8 @@ COMPACT = "timestamp_ms,input_tokens,output_tokens,block_ids\n"
         ("ContextTokens,GeneratedTokens,TIMESTAMP\n7,7\n", "TIMESTAMP is ''"),
         # Places are lines of the file, empty ones included.
         (f"{AZURE}2024-01-01 00:00:00,0,2\n", r"trace:4: its prompt has '0' tokens"),
+        (f"{AZURE}2024-01-01 00:00:00,7,2.5\n", r"trace:4: its output has '2.5' tokens"),
+        (f"{AZURE}2024-01-01 00:00:00,nan,2\n", r"trace:4: its prompt has 'nan' tokens"),
         (f"{AZURE}soon,7,2\n", r"trace:4: TIMESTAMP is 'soon'"),
         (f"{MOONCAKE} []}}\n\n{{nonsense", r"trace:3: not JSON"),
         ('{"timestamp": NaN, "input_length": 1, "output_length": 1}', "timestamp is nan"),

@@ -18,6 +18,7 @@ from baton.cli.main import app
 from baton.coordinator.state.scaling_config import Targets
 from baton.load import traces
 from baton.runtime.config import parse
+from baton.runtime.config_error import ConfigError
 from baton.simulator import comparison, processes
 from baton.simulator.comparison import Row, Setup
 from baton.simulator.report import Figures
@@ -273,6 +274,30 @@ def test_compare_names_the_option_that_is_wrong(tmp_path, arguments, message):
     missing = CliRunner().invoke(app, ["simulate", str(tmp_path / "none.json"), "--compare"])
     assert missing.exit_code == 2
     assert "cannot be read" in missing.output
+
+
+@pytest.mark.parametrize("policy", ["baton", "hpa", "planner", "hindsight", None])
+def test_pools_that_are_sized_begin_within_their_limits(tmp_path, policy):
+    """As with `baton up`: otherwise the first decision would end workers without a word."""
+    trace = write_trace(tmp_path / "trace.json")
+    how = ["--policy", policy] if policy else ["--compare"]
+    because = f"the policy {policy} sizes the pools" if policy else "--compare also simulates"
+    for sizes, pool in (("17 1", "prefill"), ("1 17", "decode")):
+        prefill, decode = sizes.split()
+        arguments = ["simulate", str(trace), *how, "--prefill", prefill, "--decode", decode]
+        result = CliRunner().invoke(app, arguments)
+        assert isinstance(result.exception, ConfigError)
+        assert str(result.exception).startswith(
+            f"{pool}.workers: is 17; must be at most 16, scaling.{pool}.max_workers, because "
+            f"{because}"
+        )
+
+
+def test_pools_of_a_fixed_size_may_be_larger_than_the_limits_of_sized_ones(tmp_path):
+    trace = write_trace(tmp_path / "trace.json")
+    arguments = ["--policy", "static", "--prefill", "17", "--decode", "1"]
+    result = CliRunner().invoke(app, ["simulate", str(trace), *arguments])
+    assert result.exit_code == 0, result.output
 
 
 def test_a_request_that_is_too_long_ends_the_comparison_with_one_line(tmp_path):

@@ -22,7 +22,13 @@ from baton.simulator.parts import Shape
 from baton.simulator.policies import Static
 
 MODEL = LatencyModel(0.005, 1e-4, 0.0, 0.010, 1e-4, 0.0)
-SHAPE = Shape(MODEL, kv_tokens=100_000, max_num_batched_tokens=512, max_model_len=8192)
+SHAPE = Shape(
+    MODEL,
+    kv_tokens=100_000,
+    max_num_batched_tokens=512,
+    max_model_len=8192,
+    follows_step_targets=False,
+)
 
 
 def steady(rate: float, seconds: float, prompt: int, output: int) -> list[Arrival]:

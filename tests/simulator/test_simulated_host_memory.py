@@ -17,6 +17,7 @@ from baton.load.traces import MOONCAKE_BLOCK_TOKENS, Arrival, shared_prompt_toke
 from baton.runtime.block_hashes import block_hashes
 from baton.runtime.config import parse
 from baton.simulator.cell import SimulatedCell
+from baton.simulator.colocated import ColocatedCell
 from baton.simulator.parts import PrefixCache
 from baton.simulator.policies import Static
 from baton.simulator.run import shape_of, simulate
@@ -91,6 +92,28 @@ def test_a_slow_load_delays_the_first_token():
     # The blocks of 512 tokens take 0.1 s, twice as long as to compute them.
     slow = served(host_kv_tokens=200_000, host_bytes_per_s=160_000)
     assert slow.ttft_ms[50] > quick.ttft_ms[50]
+
+
+def test_a_load_begins_after_the_loads_before_it():
+    """As on a real worker: two loads at a time share the speed of one."""
+    # A block takes 0.1 s to load and 0.05 s to compute.
+    shape = shape_of(configured(host_kv_tokens=200_000, host_bytes_per_s=160_000))
+
+    def arrival(at_s: float, conversation: int, num_blocks: int) -> Arrival:
+        blocks = tuple(100 * conversation + block for block in range(num_blocks))
+        return Arrival(at_s, num_blocks * MOONCAKE_BLOCK_TOKENS, 1, blocks)
+
+    # The device holds 20 blocks, those of the last three prompts before both come again.
+    before = [arrival(10.0 * number, number, 8) for number in range(5)]
+    again = [arrival(60.0, number, 9) for number in range(2)]
+    cell = ColocatedCell(shape, 1)
+    record = cell.run([*before, *again], 70.0)
+    assert cell.prompt_tokens["host"] == 2 * 8 * MOONCAKE_BLOCK_TOKENS
+    first, second = (
+        at - arrived for at, arrived in zip(record.firsts[-2:], record.arrivals[-2:], strict=True)
+    )
+    assert 8 * 0.1 < first < 9 * 0.1
+    assert second - first == pytest.approx(8 * 0.1, abs=0.02)
 
 
 def test_the_coordinator_measures_the_workers_loads():

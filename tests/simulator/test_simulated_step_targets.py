@@ -18,7 +18,13 @@ from baton.simulator.prompt_turns import within_targets
 from baton.simulator.run import shape_of
 
 MODEL = LatencyModel(0.005, 1e-4, 0.0, 0.010, 1e-4, 0.0)
-IN_TURN = Shape(MODEL, kv_tokens=100_000, max_num_batched_tokens=2048, max_model_len=8192)
+IN_TURN = Shape(
+    MODEL,
+    kv_tokens=100_000,
+    max_num_batched_tokens=2048,
+    max_model_len=8192,
+    follows_step_targets=False,
+)
 TARGETS = StepTargets(itl_s=0.03, longest_gap_s=0.04, prompt_step_s=0.1)
 BY_TARGETS = replace(IN_TURN, follows_step_targets=True)
 

@@ -21,7 +21,7 @@ from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig, Ta
 from baton.coordinator.state.scaling_decision import Drain, Flip, Want
 from baton.load import stats
 from baton.load.traces import Arrival
-from baton.runtime.config import parse
+from baton.runtime.config import SimulatedConfig, parse
 from baton.runtime.latency import LatencyModel
 from baton.simulator.baselines import Hindsight, Hpa, Planner, needed_sizes
 from baton.simulator.cell import ColdStart, SimulatedCell
@@ -39,7 +39,13 @@ from virtual_cell import VirtualCell, WorkerShape
 
 DATA = Path(__file__).parents[1] / "data"
 MODEL = LatencyModel(0.005, 0.0001, 0.0, 0.010, 0.0001, 1e-7)
-SHAPE = Shape(MODEL, kv_tokens=100_000, max_num_batched_tokens=512, max_model_len=8192)
+SHAPE = Shape(
+    MODEL,
+    kv_tokens=100_000,
+    max_num_batched_tokens=512,
+    max_model_len=8192,
+    follows_step_targets=False,
+)
 CONFIG = ScalingConfig(prefill=PoolLimits(1, 8), decode=PoolLimits(1, 8), cold_start_s=20.0)
 
 
@@ -281,6 +287,25 @@ def test_rates_count_the_time_in_which_a_backlog_is_served(policy):
     assert found.figures.requests_per_s == pytest.approx(len(ends) / served_s)
     num_attained = found.figures.attained * len(ends)
     assert found.figures.goodput_per_s == pytest.approx(num_attained / served_s)
+
+
+@pytest.mark.parametrize("policy", ["static", "colocated"])
+def test_a_request_that_the_kv_cache_cannot_hold_is_refused(policy):
+    def simulated(kv_tokens: int, engines=None):
+        values = {
+            "simulated": {"kv_tokens": kv_tokens},
+            "prefill": {"workers": 1},
+            "decode": {"workers": 1},
+        }
+        return simulate(parse(values, "the test"), arrivals, policy, engines)
+
+    arrivals = [Arrival(n / 10, 2000, 101) for n in range(10)]
+    assert not simulated(2112).figures.num_failed
+    with pytest.raises(ValueError, match=r"^simulated\.kv_tokens: is 2111; must be at least 2112"):
+        simulated(2111)
+    small = SimulatedConfig(kv_tokens=1000)
+    with pytest.raises(ValueError, match=r"kv_tokens of the decode workers: is 1000; must be at"):
+        simulated(2112, {Pool.DECODE: small})
 
 
 def test_a_picture_shows_the_request_rate_between_decisions():

@@ -74,6 +74,7 @@ def shape(kv_tokens: int, max_num_seqs: int, waiting_share: float = 0.0) -> Shap
         max_num_batched_tokens=8192,
         max_model_len=4096,
         chunked=False,
+        follows_step_targets=False,
         join_reserve_share=waiting_share,
         swaps=True,
         handoff_s=RAY_S,

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -158,8 +159,19 @@ class Engine:
         max_tokens: int,
         transfer: dict[str, Any] | None = None,
         images: Sequence[range] = (),
+        adapter: int = 0,
     ) -> None:
-        """Adds a request; `images` are the prompt tokens that stand for images."""
+        """Adds a request.
+
+        Args:
+            name: Its ID.
+            prompt: Its prompt's tokens.
+            priority: vLLM's priority.
+            max_tokens: Number of output tokens.
+            transfer: Parameters of its handoff.
+            images: The prompt tokens that stand for images.
+            adapter: vLLM's ID of its LoRA adapter; 0: none.
+        """
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         sampling.extra_args = {"kv_transfer_params": transfer}
         hasher = get_request_block_hasher(BLOCK, sha256)
@@ -176,6 +188,7 @@ class Engine:
             None,
             priority=priority,
             block_hasher=hasher,
+            lora_request=LoRARequest(f"adapter {adapter}", adapter, "/") if adapter else None,
             mm_features=features,
         )
         self.tokens[name], self.reported[name] = list(prompt), []

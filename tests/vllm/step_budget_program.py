@@ -5,6 +5,7 @@ The engine is that of scheduling_program.py: it has few blocks, so that requests
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import time
@@ -33,6 +34,7 @@ from baton.runtime.step_budget import StepTargets
 from baton.v1 import kv_transfer_pb2
 
 NUM_BLOCKS = 14
+MAX_LORAS = 2
 # Targets that leave room for prompts, and targets that leave none, so that each step has the least
 # number of prompt tokens.
 TARGETS = {"normal": StepTargets(0.05, 0.06, 0.2), "floor": StepTargets(1e-6, 1e-6, 1e-6)}
@@ -52,9 +54,10 @@ def handoff_id(number: int) -> bytes:
 
 
 class ManyHandoffs(Port):
-    """A transfer service that commits `coming`, with two blocks each, when the test says so."""
+    """A transfer service that commits `coming`, with `num_blocks` each, when the test says so."""
 
     coming: tuple[bytes, ...] = ()
+    num_blocks = 2
 
     def __init__(self, _: str) -> None:
         super().__init__(_)
@@ -64,7 +67,9 @@ class ManyHandoffs(Port):
         found, ManyHandoffs.coming = ManyHandoffs.coming, ()
         state = kv_transfer_pb2.HANDOFF_STATE_COMMITTED
         return [
-            kv_transfer_pb2.LocalHandoffState(handoff_id=one, state=state, num_tokens=2 * BLOCK)
+            kv_transfer_pb2.LocalHandoffState(
+                handoff_id=one, state=state, num_tokens=self.num_blocks * BLOCK
+            )
             for one in found
         ]
 
@@ -108,20 +113,27 @@ def random_run(
     asynchronous: bool,
     targets: StepTargets | None,
     have_images: bool = False,
+    num_adapters: int = 0,
     **more: Any,
 ) -> Result:
-    """Runs the requests of a seed; `steps` is None if they did not end."""
+    """Runs the requests of a seed; `steps` is None if they did not end.
+
+    With adapters, a step may have MAX_LORAS of them.
+    """
     engine = Engine(NUM_BLOCKS, asynchronous=asynchronous, targets=targets, **more)
     rng = random.Random(seed)
     if have_images:
         hold_image_tokens(engine, 100)
+    if num_adapters:
+        engine.scheduler.lora_config = SimpleNamespace(max_loras=MAX_LORAS)
     waiting, num_steps, num_empty = requests(seed), 0, 0
     while waiting or engine.scheduler.has_unfinished_requests() or engine.is_busy:
         while waiting and waiting[0][0] <= num_steps:
             _, name, prompt, *rest, transfer = waiting.pop(0)
             has_images = have_images and transfer is None
             images = random_images(rng, len(prompt)) if has_images else []
-            engine.add(name, prompt, *rest, transfer, images)
+            adapter = rng.randint(0, num_adapters) if num_adapters else 0
+            engine.add(name, prompt, *rest, transfer, images, adapter)
         made = engine.schedule() if engine.scheduler.has_unfinished_requests() else {}
         if engine.is_busy and (not asynchronous or engine.num_under_way > 1 or not made):
             engine.take_output()
@@ -255,6 +267,68 @@ def handoff_in_a_full_cache(targets: StepTargets | None) -> int:
     return num_steps
 
 
+class BigHandoffs(ManyHandoffs):
+    num_blocks = 14
+
+
+def beside_requests_without_blocks(case: str, targets: StepTargets | None) -> dict[str, Any]:
+    """A long prompt runs, and the next request finds too few free blocks until that prompt ends.
+
+    Args:
+        case: The next request: "handoff"; "cached", a prompt whose beginning is in the prefix
+            cache, and no request holds it; "host", the same in host memory, until the long prompt
+            has ended. Behind it, a short prompt arrives before each step.
+        targets: Targets of Baton's scheduler; None: vLLM's own scheduler.
+
+    Returns:
+        Tokens of the long prompt in each step; the later steps, up to the first with the next
+        request and a short prompt.
+    """
+    vllm_connector.EnginePort = BigHandoffs  # type: ignore[misc,assignment]
+    engine = Engine(60, asynchronous=False, targets=targets, max_model_len=1024)
+    requests, connector = engine.scheduler.requests, engine.scheduler.connector
+    if case == "cached":
+        engine.add("earlier", range(1000, 1480), URGENT, 1)
+        engine.run()
+    engine.add("holds blocks", range(9000, 9160), LATE, 100)
+    while not engine.reported["holds blocks"]:
+        engine.step()
+    engine.add("long", range(5000, 5600), URGENT, 1)
+    while requests["long"].num_computed_tokens < 240:
+        engine.step()
+    prompt = range(1000, 1490)
+    if case == "handoff":
+        prompt = range(1000, 1000 + 14 * BLOCK + 1)
+        engine.add("next", prompt, URGENT, 2, receive(HANDOFF, 14 * BLOCK))
+        engine.step()
+        ManyHandoffs.coming = (HANDOFF,)
+    else:
+        engine.add("next", prompt, URGENT, 2)
+    beside: list[int] = []
+    after: list[dict[str, int]] = []
+    with contextlib.ExitStack() as stack:
+        if case == "host":
+            for name, found, none in (
+                ("num_stored_tokens", 480, 0),
+                ("get_num_new_matched_tokens", (480, True), (0, False)),
+            ):
+                patched = mock.patch.object(
+                    connector,
+                    name,
+                    lambda request, _, found=found, none=none: (
+                        found if request.request_id == "next" else none
+                    ),
+                )
+                stack.enter_context(patched)
+        while "long" in requests and len(beside) < 100:
+            first = 20_000 + 1000 * len(beside)
+            engine.add(f"short {len(beside)}", range(first, first + 15), URGENT, 1)
+            beside.append(engine.step().get("long", 0))
+    while len(after) < 100 and not {"next", "short 0"} <= {one for step in after for one in step}:
+        after.append(engine.step())
+    return {"beside": beside, "after": after}
+
+
 def prompt_beside_a_loaded_one() -> dict[str, Any]:
     """A stream and a prompt take both places before a shorter prompt has loaded its beginning."""
     vllm_connector.EnginePort = ManyHandoffs  # type: ignore[misc,assignment]
@@ -344,6 +418,21 @@ def late_beside_in_time() -> dict[str, Any]:
     while "overdue" in engine.scheduler.requests:
         steps.append(engine.step())
     return {"steps": steps}
+
+
+def prompt_without_an_adapter_slot() -> list[dict[str, int]]:
+    """Each step of a prompt whose adapter must wait for a stream with another one to end."""
+    engine = Engine(60, asynchronous=False, targets=TARGETS["normal"])
+    engine.scheduler.lora_config = SimpleNamespace(max_loras=1)
+    engine.add("stream", range(5), URGENT, 4, adapter=1)
+    engine.step()
+    engine.add("waits", range(1000, 1040), URGENT, 1, adapter=2)
+    engine.add("behind", range(2000, 2050), URGENT, 1, adapter=1)
+    engine.add("no adapter", range(3000, 3050), URGENT, 1)
+    steps = []
+    while engine.scheduler.has_unfinished_requests() and len(steps) < 50:
+        steps.append(engine.step())
+    return steps
 
 
 def after_the_warm_up() -> dict[str, Any]:
@@ -524,6 +613,7 @@ def main(num_seeds: int) -> dict[str, Any]:
             speculative_config=SPECULATION,
         ),
         "compared with images": compared(max(1, num_seeds // 2), have_images=True),
+        "compared with adapters": compared(max(1, num_seeds // 2), num_adapters=4),
         **scenarios(),
     }
 
@@ -540,6 +630,7 @@ def scenarios() -> dict[str, Any]:
             "whole prompts": whole_prompts(),
             "short beside long": short_beside_long(),
             "late beside in time": late_beside_in_time(),
+            "prompt without an adapter slot": prompt_without_an_adapter_slot(),
             "after the warm-up": after_the_warm_up(),
             "compiled grammar": compiled_grammar(),
             "compiled grammar behind another prompt": compiled_grammar_behind_another_prompt(),
@@ -554,6 +645,13 @@ def scenarios() -> dict[str, Any]:
             "handoff in a full cache": [
                 handoff_in_a_full_cache(targets) for targets in (None, TARGETS["normal"])
             ],
+            "beside requests without blocks": {
+                case: [
+                    beside_requests_without_blocks(case, targets)
+                    for targets in (None, TARGETS["normal"])
+                ]
+                for case in ("handoff", "cached", "host")
+            },
             "prompt beside a loaded one": prompt_beside_a_loaded_one(),
             "images in two lanes": images_in_two_lanes(),
             "image behind a chunk": image_behind_a_chunk(),

@@ -38,6 +38,22 @@ def test_random_prompts_with_images_end_with_the_same_tokens(made: dict[str, Any
     assert made["compared with images"]["num_preempted"]["vllm"] > 0
 
 
+def test_random_requests_with_adapters_end_with_the_same_tokens(made: dict[str, Any]) -> None:
+    """More adapters than a step may have; with one too many, vLLM's engine core ends."""
+    assert made["compared with adapters"]["differs"] == {}
+
+
+def test_a_prompt_without_an_adapter_slot_delays_no_other_prompt(made: dict[str, Any]) -> None:
+    """It takes no tokens of the steps meanwhile, and starts whole once there is a slot."""
+    *meanwhile, last = made["prompt without an adapter slot"]
+    assert meanwhile == [
+        {"stream": 1, "behind": 50, "no adapter": 13},
+        {"stream": 1, "no adapter": 37},
+        {"stream": 1},
+    ]
+    assert last == {"waits": 40}
+
+
 def test_a_step_keeps_room_for_the_drafts_of_speculation(made: dict[str, Any]) -> None:
     """vLLM pads the first decode of a request to all its drafts, or does not start it."""
     assert made["compared with drafts"]["differs"] == {}
@@ -89,6 +105,17 @@ def test_a_loaded_request_starts_as_soon_as_the_cache_has_room(made: dict[str, A
     """vLLM tries to start it once before, while the cache is full; another stream runs on."""
     by_vllm, by_baton = made["handoff in a full cache"]
     assert by_baton == by_vllm < 20
+
+
+@pytest.mark.parametrize("case", ["handoff", "cached", "host"])
+def test_a_prompt_progresses_beside_requests_that_get_no_blocks(
+    made: dict[str, Any], case: str
+) -> None:
+    """They would get most tokens of each step; they start in time once there is room."""
+    by_vllm, by_baton = made["beside requests without blocks"][case]
+    assert len(by_baton["beside"]) <= len(by_vllm["beside"]) + 1
+    assert len(by_baton["after"]) <= len(by_vllm["after"]) + 1
+    assert by_baton["after"][-1].keys() & {"next", "short 0"}
 
 
 def test_a_prompt_progresses_beside_a_loaded_one_that_has_no_place(made: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ import secrets
 
 import grpc
 import psutil
+import pytest
 from google.rpc import code_pb2
 from prometheus_client import generate_latest
 from scripted_coordinator import WAIT_S, ScriptedCoordinator, plan, spec, tokens_of
@@ -217,13 +218,23 @@ async def test_a_refused_worker_reports_the_reason(coordinator, start_worker, ca
     assert "model is 'a'; here 'b'" in capsys.readouterr().err.splitlines()[-1]
 
 
-async def test_a_worker_waits_for_a_credential_that_is_being_replaced(coordinator, start_worker):
-    """The coordinator has got the new token and was restarted; the worker gets the token later."""
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        # The coordinator has the new token and was restarted; the worker gets the token later.
+        (grpc.StatusCode.UNAUTHENTICATED, "the credential is not valid here"),
+        # A server without the service, for example a proxy, answers while the coordinator restarts.
+        (grpc.StatusCode.UNIMPLEMENTED, "Method not found!"),
+    ],
+)
+async def test_a_worker_that_was_attached_outlives_a_passing_refusal(
+    coordinator, start_worker, refusal
+):
     worker = start_worker(simulated=SLOW)
     stream = await coordinator.stream()
     await coordinator.command(stream, decode=decode("r", [5, 6], max_tokens=30))
     await some_outputs(stream, 1)
-    coordinator.refusal = (grpc.StatusCode.UNAUTHENTICATED, "the credential is not valid here")
+    coordinator.refusal = refusal
     stream.end()
     async with asyncio.timeout(WAIT_S):
         await coordinator.refused.wait()
@@ -237,10 +248,19 @@ async def test_a_worker_waits_for_a_credential_that_is_being_replaced(coordinato
     assert [one.request_id for one in again.hello.running] == ["r"]
 
 
-async def test_a_wrong_credential_ends_a_worker_at_its_start(coordinator, start_worker, capsys):
-    coordinator.refusal = (grpc.StatusCode.UNAUTHENTICATED, "workers need the cluster token")
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        (grpc.StatusCode.UNAUTHENTICATED, "workers need the cluster token"),
+        (grpc.StatusCode.UNIMPLEMENTED, "Method not found!"),
+    ],
+)
+async def test_a_worker_ends_if_its_first_attempt_is_refused(
+    coordinator, start_worker, capsys, refusal
+):
+    coordinator.refusal = refusal
     assert await start_worker().exit_code() == 1
-    assert "workers need the cluster token" in capsys.readouterr().err.splitlines()[-1]
+    assert refusal[1] in capsys.readouterr().err.splitlines()[-1]
 
 
 async def test_no_coordinator_is_a_clear_error(coordinator, start_worker, capsys):
