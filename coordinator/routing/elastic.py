@@ -70,7 +70,8 @@ class ElasticRule:
 
         Requests are late only if they wait in the interactive lane.
         """
-        found = self._choices.place(self._prompts.match(request), self._demand(request))
+        match, demand = self._prompts.match(request), self._demand(request)
+        found = self._choices.place(match, demand)
         if isinstance(found, NoPlacement):
             return found
         prefill, decode = found
@@ -78,8 +79,11 @@ class ElasticRule:
             split = self._handoffs.plan(request, prefill, decode)
             if split is not None:
                 return split
-            prefill = prefill._replace(worker=decode.worker, fetch=None)
-        return Placement(prefill, decode)
+            # The handoff exceeds the limits of these workers.
+            found = self._choices.place_on_one(match, demand)
+            if isinstance(found, NoPlacement):
+                return found
+        return Placement(found.prefill, found.decode)
 
     def begins(self, request: Request, placement: Placement) -> None:
         """Measures the prompt of an interactive request."""

@@ -19,7 +19,8 @@ hold the prompt's prefix, and the session's last workers.
 3. If gaps may be long, the decode worker also computes the prompt, unless that delays the first
    token much. The prefill worker also decodes an output of few tokens if it computes no other
    prompt, and any output if a step takes most of the ITL target, it has no decodes, and other
-   workers are idle.
+   workers are idle. If a handoff between the two workers is impossible, one worker computes the
+   prompt and decodes the output: the best prefill worker whose steps then keep the ITL target.
 4. A request waits while one of its workers has no room. An interactive request that no worker can
    serve within its TTFT target is late. Late and batch requests are placed only where they delay no
    request that can be in time, until they have waited for long.
@@ -178,9 +179,7 @@ class ElasticChoices:
     def place(self, match: PrefixMatch, demand: Demand) -> ElasticPlacement | NoPlacement:
         """Returns the workers for a request, or why it waits."""
         candidates = self._candidates(match, demand)
-        soonest_s = min((candidate.soonest.predicted_s for candidate in candidates), default=0.0)
-        if demand.others_go_first_if_late and demand.due_in_s < soonest_s:
-            self._prompts.was_late(self._router.now)
+        if self._is_late(candidates, demand):
             return NoPlacement.LATE
         prefill = self._choose_prefill(candidates, demand)
         if isinstance(prefill, NoPlacement):
@@ -195,6 +194,32 @@ class ElasticChoices:
         return ElasticPlacement(
             prefill, self._decode_at_prefill(candidates, prefill, decode, demand)
         )
+
+    def place_on_one(self, match: PrefixMatch, demand: Demand) -> ElasticPlacement | NoPlacement:
+        """Returns one worker for both parts of a request without a handoff, or why it waits.
+
+        The caller has called `place`, which returned two workers. The worker is the best prefill
+        worker among those that keep the ITL target with this output. If there is none, it is the
+        worker with the shortest decode steps.
+        """
+        candidates = self._candidates(match, demand)
+        num_tokens, added = demand.num_tokens + demand.num_output_tokens, demand.num_mean_tokens
+        longest_s = self._longest_step_s(demand, _fastest_step_s(candidates))
+        with_room = [one for one in candidates if self._has_room(one.load, num_tokens)]
+        found = [
+            one
+            for one in with_room
+            if not one.load.num_decodes or one.load.mean_itl_s(1, added) <= longest_s
+        ]
+        if with_room and not found:
+            # Batch outputs are then parked (core/dispatch.py).
+            found = [min(with_room, key=lambda one: one.load.mean_itl_after_parking_s(1, added))]
+        if self._is_late(found, demand):
+            return NoPlacement.LATE
+        prefill = self._choose_prefill(found, demand)
+        if isinstance(prefill, NoPlacement):
+            return prefill
+        return ElasticPlacement(prefill, self._decode(_of(found, prefill.worker), demand))
 
     def soonest(
         self, match: PrefixMatch, num_tokens: int, session: SessionKey | None
@@ -253,6 +278,14 @@ class ElasticChoices:
             )
             candidates[at] = candidate._replace(fetch=fetch)
         return candidates
+
+    def _is_late(self, candidates: list[_Candidate], demand: Demand) -> bool:
+        """Whether others go before the request because no candidate would be in time."""
+        soonest_s = min((candidate.soonest.predicted_s for candidate in candidates), default=0.0)
+        is_late = demand.others_go_first_if_late and demand.due_in_s < soonest_s
+        if is_late:
+            self._prompts.was_late(self._router.now)
+        return is_late
 
     @property
     def _targets(self) -> StepTargets:
@@ -422,11 +455,7 @@ class ElasticChoices:
         added = demand.num_mean_tokens
         fastest_s = _fastest_step_s(candidates)
         itl_s = reachable_itl_s(demand.itl_s, fastest_s)
-        longest_s = itl_s
-        if demand.is_batch:
-            # Beside interactive outputs, batch outputs join only with a margin. Otherwise they
-            # would be parked and placed again all the time.
-            longest_s = itl_s * _JOIN_SHARE if self._router.num_interactive else math.inf
+        longest_s = self._longest_step_s(demand, fastest_s)
         # With a limit of 0, every worker counts as needed, so the decodes are spread over all.
         shares = self._targets.shares_workers(fastest_s)
         limit_s = 0.0 if shares else itl_s * self._join_share(candidates, added)
@@ -469,6 +498,20 @@ class ElasticChoices:
             if cost < best_cost:
                 best, best_cost = candidate, cost
         return self._decode(best, demand) if best is not None else None
+
+    def _longest_step_s(self, demand: Demand, fastest_s: float) -> float:
+        """Longest decode step for which a request is placed, unless it must be placed.
+
+        Args:
+            demand: needs of the request.
+            fastest_s: the fastest candidate's step with one decode.
+        """
+        itl_s = reachable_itl_s(demand.itl_s, fastest_s)
+        if not demand.is_batch:
+            return itl_s
+        # Beside interactive outputs, batch outputs join only with a margin. Otherwise they would be
+        # parked and placed again all the time.
+        return itl_s * _JOIN_SHARE if self._router.num_interactive else math.inf
 
     def _join_share(self, candidates: list[_Candidate], num_tokens: int) -> float:
         """Share of the ITL target that a step may take after a decode of `num_tokens` joins."""

@@ -9,7 +9,7 @@ import pytest
 from virtual_cell import VirtualCell, WorkerShape
 from worker_choices import elastic_choices
 
-from baton.coordinator.routing.choices import NoPlacement, PrefillChoice
+from baton.coordinator.routing.choices import DecodeChoice, NoPlacement, PrefillChoice
 from baton.coordinator.routing.elastic_choices import Demand
 from baton.coordinator.routing.prompt_demand import PromptDemand
 from baton.coordinator.routing.router import Router
@@ -112,6 +112,14 @@ class Cell:
     def num_decodes(self) -> list[int]:
         entries = (self.router.load(key(name)) for name in "abcd")
         return [entry.num_decodes for entry in entries if entry is not None]
+
+
+def add_decodes(cell: Cell, worker: str, count: int) -> None:
+    """Adds interactive outputs of 1,000 KV tokens to a worker."""
+    for number in range(count):
+        name, choice = f"{worker}-{number}", DecodeChoice(key(worker), 0.0, 1008, 1000)
+        cell.router.assign_decode(name, choice, is_interactive=True, num_mean_tokens=1000)
+        cell.router.first_token(name, None, choice.worker)
 
 
 def add_prompts(cell: Cell, work_s: float, target_s: float, rate: float = 0.01) -> None:
@@ -223,6 +231,21 @@ def test_a_request_waits_when_one_more_decode_would_break_the_itl_target():
     assert cell.num_decodes() == [10]
     # After a long wait it is placed in any case.
     assert is_placed(cell.place(must_place=True))
+
+
+def test_a_request_without_a_handoff_goes_where_its_output_keeps_the_itl_target():
+    cell = Cell("full", "other")
+    add_decodes(cell, "full", 10)
+    prompt = list(range(1600))
+    events = cluster_pb2.CacheEvents(stored=block_hashes(prompt, BLOCK))
+    cell.router.apply_cache(key("full"), events)
+    match = cell.match(prompt)
+    found = cell.choices.place_on_one(match, cell.demand(len(prompt)))
+    assert found.prefill.worker == found.decode.worker == key("other")
+    add_decodes(cell, "other", 12)
+    # No worker keeps the target: the one with the shortest steps gets the request.
+    found = cell.choices.place_on_one(match, cell.demand(len(prompt), must_place=True))
+    assert found.prefill.worker == found.decode.worker == key("full")
 
 
 def test_an_itl_target_that_no_worker_can_keep_makes_no_request_wait():
