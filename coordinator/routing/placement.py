@@ -85,7 +85,7 @@ class Placer:
         self.batch_prompts = BatchPrompts(self.router, workers)
         self.prompts = PromptBlocks(self.router, workers)
         self._needs = RequestNeeds(config, workers, outputs)
-        self._handoffs = Handoffs(workers)
+        self._handoffs = Handoffs(workers, self.prompts)
         fetches = PrefixFetches(self.router, enabled=config.fetch)
         self._choices = PoolChoices(self.router, fetches)
         self._rule: PlacementRule = (

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
+from baton.coordinator.state import events as ev
+from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.latency import LatencyModel
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -21,6 +25,11 @@ def cell(new_world, say_hello, **changes):
     world.attach("a", PREFILL, capacity=capacity)
     world.attach("b", DECODE, capacity=capacity)
     return world
+
+
+def stored(tokens) -> cluster_pb2.CacheEvents:
+    """The report of a worker that it holds the whole blocks of these tokens."""
+    return cluster_pb2.CacheEvents(stored=block_hashes(list(tokens), 16, root_of("", "")))
 
 
 def submit(world, first: int, num_prompt: int):
@@ -64,3 +73,21 @@ def test_a_prompt_too_long_for_a_handoff_goes_to_no_worker_at_its_limit_of_promp
     workers = [one.decode for one in longs if one.attempt]
     assert workers
     assert len(set(workers)) == len(workers)
+
+
+@pytest.mark.parametrize("is_reported", [False, True])
+def test_a_handoff_leaves_out_only_blocks_that_the_decode_worker_has_reported(
+    new_world, is_reported
+):
+    """A worker may compute an expected prefix later than the handoff arrives, or never."""
+    world = new_world(elastic=True, latency=MODEL).pair()
+    prefix = list(range(256))
+    world.submit(prompt_token_ids=prefix + [300] * 400)
+    first = world.core.request("r1")
+    if is_reported:
+        world.handle(ev.WorkerCache(first.decode, stored(prefix)))
+    world.submit(prompt_token_ids=prefix + [301] * 600)
+    second = world.core.request("r2")
+    assert second.prefill not in (None, second.decode)
+    assert second.decode == first.decode
+    assert second.skip_tokens == (len(prefix) if is_reported else 0)
