@@ -70,7 +70,7 @@ class ElasticRule:
 
         Requests are late only if they wait in the interactive lane.
         """
-        match, demand = self._prompts.match(request), self._demand(request)
+        match, demand = self._prompts.usable(request), self._demand(request)
         found = self._choices.place(match, demand)
         if isinstance(found, NoPlacement):
             return found
@@ -99,7 +99,7 @@ class ElasticRule:
         """Predicts when a worker's prompts are nearly computed; see PlacementRule."""
         if self._router.idlest_prefill() is None:
             return math.inf
-        found = self._choices.candidates(self._prompts.match(request), None)
+        found = self._choices.candidates(self._prompts.usable(request), None)
         times = [entry.free_at - AHEAD_S for entry, _ in found]
         return min((at for at in times if at > self._router.now), default=math.inf)
 

@@ -168,6 +168,11 @@ class Submission:
         """The conversation that the request belongs to."""
         return SessionKey(self.tenant, self.session_id) if self.session_id else None
 
+    @property
+    def computes_whole_prompt(self) -> bool:
+        """Whether engines use no cached blocks: with them, a prompt would have no logprobs."""
+        return self.sampling.HasField("prompt_logprobs")
+
     def cut_to(self, max_model_len: int) -> Submission:
         """Returns the submission with a max_tokens that fits this context length.
 
