@@ -2,7 +2,8 @@
 
 All costs are predicted seconds. The rule compares all workers of a small cell. A large cell is
 divided into groups; the rule then compares the workers of the least loaded group, the workers that
-hold the prompt's prefix, and the session's last workers.
+hold the prompt's prefix, the session's last workers, and the workers with most KV room and with the
+shortest prefill queue.
 
 1. The prefill worker is the one where the first token comes soonest. The prediction includes the
    prompts that the worker computes first, the speed that its decodes leave for prompts, prefix
@@ -244,7 +245,8 @@ class ElasticChoices:
 
         Returns:
             The workers of the least loaded group that get work, the workers with the longest
-            prefixes, and the session's last workers. With each, the prefix that it holds.
+            prefixes, the session's last workers, and the workers with most KV room and with the
+            shortest prefill queue. With each, the prefix that it holds.
         """
         loads = self._router.loads
         group = loads.least_loaded_group()
@@ -252,7 +254,9 @@ class ElasticChoices:
         if loads.num_groups > 1:
             last = self._router.last_of(session)
             holders = match.holders(NUM_HOLDERS, loads.open_prefill | loads.open_decode)
-            for worker in (*holders, last.prefill, last.decode):
+            # The group with the fewest requests may have no room, if its requests are long.
+            emptiest, idlest = loads.by_room.least(), loads.by_queue.least()
+            for worker in (*holders, last.prefill, last.decode, emptiest, idlest):
                 entry = loads.get(worker)
                 if entry is not None and loads.pool(entry.key) is not None:
                     found[entry.key] = entry

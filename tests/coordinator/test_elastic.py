@@ -114,11 +114,11 @@ class Cell:
         return [entry.num_decodes for entry in entries if entry is not None]
 
 
-def add_decodes(cell: Cell, worker: str, count: int) -> None:
-    """Adds interactive outputs of 1,000 KV tokens to a worker."""
+def add_decodes(cell: Cell, worker: str, count: int, num_kv_tokens: int = 1000) -> None:
+    """Adds interactive outputs with this many KV tokens each to a worker."""
     for number in range(count):
-        name, choice = f"{worker}-{number}", DecodeChoice(key(worker), 0.0, 1008, 1000)
-        cell.router.assign_decode(name, choice, is_interactive=True, num_mean_tokens=1000)
+        name, choice = f"{worker}-{number}", DecodeChoice(key(worker), 0.0, num_kv_tokens, 1)
+        cell.router.assign_decode(name, choice, is_interactive=True, num_mean_tokens=num_kv_tokens)
         cell.router.first_token(name, None, choice.worker)
 
 
@@ -449,6 +449,21 @@ def test_a_large_cell_is_divided_into_groups_that_share_the_load():
             cell.router.apply_cache(worker, events)
             assert cell.place(len(prompt), prompt).prefill.worker == worker
             cell.router.apply_cache(worker, cluster_pb2.CacheEvents(reset=True))
+
+
+def test_room_is_found_outside_the_group_with_the_fewest_requests():
+    names = [f"w{number}" for number in range(40)]
+    cell = Cell(*names, kv_tokens=4000)
+    loads = cell.router.loads
+    full = [entry.key[0] for entry in loads.least_loaded_group()]
+    for name in names:
+        # One long output on each worker of a group, or two short ones.
+        is_full = name in full
+        add_decodes(cell, name, 1 if is_full else 2, num_kv_tokens=4000 if is_full else 160)
+    assert [entry.key[0] for entry in loads.least_loaded_group()] == full
+    found = cell.place(1000)
+    assert is_placed(found)
+    assert found.decode.worker[0] not in full
 
 
 def test_a_request_without_room_in_the_kv_caches_waits():
