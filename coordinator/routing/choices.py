@@ -124,7 +124,8 @@ class NoPlacement(Enum):
 
     Members:
         FULL: a worker that it needs is full; it keeps its turn.
-        BUSY: all workers have room, but must compute other prompts first; it keeps its turn.
+        BUSY: more room would not help, because other prompts must be computed first; it keeps its
+            turn.
         LATE: no worker can produce its first token within its TTFT target; others go first.
     """
 

@@ -311,13 +311,13 @@ class ElasticChoices:
         # A late prompt must not borrow time from streams, because prompts in time need that time.
         needs_no_decodes = demand.is_late and self._targets.may_borrow
         best: PrefillChoice | None = None
-        best_cost_s, ahead_s, all_have_room = math.inf, 0.0, bool(candidates)
+        best_cost_s, ahead_s = math.inf, 0.0
+        # Least cost of a worker that lacks only KV room.
+        full_cost_s = math.inf
         for candidate in candidates:
             load = candidate.load
             # A prompt takes KV room and a place in the engine's batch too.
-            if not self._has_room(load, demand.num_tokens):
-                all_have_room = False
-                continue
+            has_room = self._has_room(load, demand.num_tokens)
             if not self._router.takes_prompts(load):
                 continue
             if demand.waits_for_others and (
@@ -342,6 +342,12 @@ class ElasticChoices:
                 cost_s = choice.predicted_s + _WORK_WEIGHT * choice.work_s * load.prompt_speed
                 if choice.predicted_s > demand.due_in_s:
                     cost_s += _TOO_LATE_S
+                if not has_room:
+                    if demand.continues or (
+                        self._ahead_s(load, choice.num_work_tokens, demand) < AHEAD_S
+                    ):
+                        full_cost_s = min(full_cost_s, cost_s)
+                    continue
                 if cost_s < best_cost_s:
                     best, best_cost_s = choice, cost_s
                     ahead_s = self._ahead_s(load, choice.num_work_tokens, demand)
@@ -349,7 +355,10 @@ class ElasticChoices:
         # included this queue, and the other workers would still be later.
         if best is not None and (ahead_s < AHEAD_S or demand.continues):
             return best
-        return NoPlacement.BUSY if all_have_room else NoPlacement.FULL
+        # If the best worker has room and only its queue is too long, more KV room would not help,
+        # and batch outputs must not be parked for it (core/dispatch.py).
+        is_full = not candidates or full_cost_s < best_cost_s
+        return NoPlacement.FULL if is_full else NoPlacement.BUSY
 
     def _ahead_s(self, load: WorkerLoad, num_tokens: int, demand: Demand) -> float:
         """Seconds of prompts that a worker computes before this many tokens of the request."""

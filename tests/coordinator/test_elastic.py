@@ -475,6 +475,20 @@ def test_a_request_without_room_in_the_kv_caches_waits():
     assert is_placed(cell.place(500))
 
 
+@pytest.mark.parametrize(
+    ("full_queue_s", "queue_s", "expected"), [(0.0, 0.3, BUSY), (0.0, 3.0, FULL), (2.0, 3.0, BUSY)]
+)
+def test_a_request_waits_for_room_only_where_it_would_begin_sooner(full_queue_s, queue_s, expected):
+    cell = Cell("full", "other", kv_tokens=4000)
+    add_decodes(cell, "full", 1, num_kv_tokens=3000)
+    for name, work_s in (("full", full_queue_s), ("other", queue_s)):
+        if work_s:
+            choice = PrefillChoice(key(name), work_s, work_s, 100)
+            cell.router.assign_prefill(f"prompt-{name}", choice, [])
+    # The prompt takes three times as long beside an output.
+    assert cell.place(3000) is expected
+
+
 def test_a_request_that_ends_with_its_first_token_needs_no_decoder():
     assert Cell("a").place(num_output_tokens=0).decode is None
 
