@@ -51,11 +51,10 @@ class Effects:
             stop: Stop string or token id that ended the output; empty: none.
             budget: Where the request's time went.
         """
-        sources = request.prompt_sources
         usage = common_pb2.Usage(
             prompt_tokens=request.num_prompt_tokens,
             completion_tokens=len(request.token_ids),
-            cached_prompt_tokens=sources.num_cached if sources is not None else 0,
+            cached_prompt_tokens=request.num_cached_prompt_tokens,
         )
         logprobs = tuple(request.prompt_logprobs)
         self.add(ev.SendFinished(request.submission.to, reason, stop, usage, budget, logprobs))

@@ -258,9 +258,10 @@ def _prefill_output(step: _Step, request: Request, output: cluster_pb2.RequestOu
         request.prompt_logprobs = list(output.finished.prompt_logprobs)
     if request.prefill_done:
         return
-    if output.HasField("timings") and request.prefill_timings is None:
-        request.prefill_timings = _copied(output.timings)
-        lifecycle.prompt_computed(request, now)
+    if output.HasField("timings"):
+        if request.prefill_timings is None:
+            request.prefill_timings = _copied(output.timings)
+        lifecycle.prompt_computed(request, output.timings, now)
     if output.HasField("failed"):
         _failed(lifecycle, request, worker, output.failed, now)
         return
@@ -316,10 +317,14 @@ def _first_decode_output(step: _Step, request: Request, output: cluster_pb2.Requ
     lifecycle = step.lifecycle
     step.joins(request)
     lifecycle.answered(request, step.worker)
-    if request.decode_timings is None and output.HasField("timings"):
-        request.decode_timings = _copied(output.timings)
+    if output.HasField("timings"):
+        timings, sources = output.timings, request.prompt_sources
+        if request.decode_timings is None:
+            request.decode_timings = _copied(timings)
         if request.prefill is None:
-            lifecycle.prompt_computed(request, step.now)
+            lifecycle.prompt_computed(request, timings, step.now)
+        elif sources is not None:
+            request.prompt_sources = sources._replace(handoff=timings.num_handoff_tokens)
     if not output.HasField("failed"):
         lifecycle.decoding(request, step.now)
 

@@ -25,6 +25,7 @@ from baton.coordinator.state.recent_deltas import RecentDeltas
 from baton.coordinator.state.request_table import RequestTable
 from baton.coordinator.state.requests import (
     Interruption,
+    PromptSources,
     Request,
     RequestState,
     StateLimits,
@@ -39,7 +40,7 @@ from baton.coordinator.telemetry.stalls import stalls
 from baton.coordinator.telemetry.stats import CoreStats
 from baton.coordinator.telemetry.tail_sampling import TailSampler
 from baton.runtime import errors
-from baton.v1 import common_pb2
+from baton.v1 import cluster_pb2, common_pb2
 
 # Number of output tokens of a request that a tenant is charged for at a time.
 CHARGE_TOKENS = 16
@@ -169,6 +170,7 @@ class RequestLifecycle:
             request.prefill_timings = request.decode_timings = request.exposed_us = None
         self._advance(request, RequestState.DECODING, now)
         request.attempts_before, request.attempt = attempt - 1, 1
+        request.prompt_sources = None
         self.requests.begin_attempt(request)
         request.decode, request.decoding_at = worker.key, now
         self._keep_deltas(request, worker)
@@ -200,10 +202,20 @@ class RequestLifecycle:
         if request.submission is not before:
             self.lanes.reserve_only(request, max_model_len, now)
 
-    def prompt_computed(self, request: Request, now: float) -> None:
-        """Records from which sources the KV cache of a prompt came, as its worker has reported."""
-        sources = request.prompt_sources
-        assert sources is not None
+    def prompt_computed(
+        self, request: Request, timings: cluster_pb2.StageTimings, now: float
+    ) -> None:
+        """Records from which sources the KV cache of a prompt came; once per attempt.
+
+        Args:
+            request: The request.
+            timings: First timings of the attempt from the worker that computed the prompt.
+            now: Time by the core's clock.
+        """
+        if request.prompt_sources is not None:
+            return
+        sources = PromptSources.of(timings, request.num_prompt_tokens)
+        request.prompt_sources = sources
         if self.fetches.end(request):
             self.stats.fetch_ended(loaded=sources.fetched > 0)
         self.lanes.cached(request, sources.num_cached)
@@ -213,6 +225,7 @@ class RequestLifecycle:
         """Sends the next attempt of a queued request to its workers."""
         self._advance(request, RequestState.PREFILLING, now)
         request.attempt += 1
+        request.prompt_sources = None
         self.requests.begin_attempt(request)
         request.num_known = len(request.token_ids)
         request.prefill = None if placement.is_local else placement.prefill.worker

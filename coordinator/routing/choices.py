@@ -69,8 +69,7 @@ class DecodeChoice(NamedTuple):
         predicted_s: seconds per decode step on the worker once this request has joined.
         num_kv_tokens: KV tokens that the request needs; `assign_decode` reserves them.
         num_tokens: tokens of the prompt and of the output generated so far.
-        hits: tokens of the prompt that the worker holds. The handoff can skip those on the device,
-            but not the others, because they may be evicted before it arrives.
+        hits: tokens of the prompt that the worker holds, or is expected to hold soon.
     """
 
     worker: WorkerKey
@@ -86,8 +85,8 @@ class Placement(NamedTuple):
     Attributes:
         prefill: the worker that computes the prompt; it may be the decode worker.
         decode: decode worker for the output; None: the request ends with its first token.
-        skip_tokens: tokens that the handoff leaves out because the decode worker has them cached;
-            a multiple of the block size.
+        skip_tokens: tokens that the handoff leaves out because the decode worker has them on its
+            device, by its reports; a multiple of the block size.
     """
 
     prefill: PrefillChoice
@@ -125,7 +124,8 @@ class NoPlacement(Enum):
 
     Members:
         FULL: a worker that it needs is full; it keeps its turn.
-        BUSY: all workers have room, but must compute other prompts first; it keeps its turn.
+        BUSY: more room would not help, because other prompts must be computed first; it keeps its
+            turn.
         LATE: no worker can produce its first token within its TTFT target; others go first.
     """
 

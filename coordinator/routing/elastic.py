@@ -70,7 +70,8 @@ class ElasticRule:
 
         Requests are late only if they wait in the interactive lane.
         """
-        found = self._choices.place(self._prompts.match(request), self._demand(request))
+        match, demand = self._prompts.usable(request), self._demand(request)
+        found = self._choices.place(match, demand)
         if isinstance(found, NoPlacement):
             return found
         prefill, decode = found
@@ -78,8 +79,11 @@ class ElasticRule:
             split = self._handoffs.plan(request, prefill, decode)
             if split is not None:
                 return split
-            prefill = prefill._replace(worker=decode.worker, fetch=None)
-        return Placement(prefill, decode)
+            # The handoff exceeds the limits of these workers.
+            found = self._choices.place_on_one(match, demand)
+            if isinstance(found, NoPlacement):
+                return found
+        return Placement(found.prefill, found.decode)
 
     def begins(self, request: Request, placement: Placement) -> None:
         """Measures the prompt of an interactive request."""
@@ -95,7 +99,7 @@ class ElasticRule:
         """Predicts when a worker's prompts are nearly computed; see PlacementRule."""
         if self._router.idlest_prefill() is None:
             return math.inf
-        found = self._choices.candidates(self._prompts.match(request), None)
+        found = self._choices.candidates(self._prompts.usable(request), None)
         times = [entry.free_at - AHEAD_S for entry, _ in found]
         return min((at for at in times if at > self._router.now), default=math.inf)
 

@@ -2,7 +2,8 @@
 
 All costs are predicted seconds. The rule compares all workers of a small cell. A large cell is
 divided into groups; the rule then compares the workers of the least loaded group, the workers that
-hold the prompt's prefix, and the session's last workers.
+hold the prompt's prefix, the session's last workers, and the workers with most KV room and with the
+shortest prefill queue.
 
 1. The prefill worker is the one where the first token comes soonest. The prediction includes the
    prompts that the worker computes first, the speed that its decodes leave for prompts, prefix
@@ -21,7 +22,8 @@ hold the prompt's prefix, and the session's last workers.
 3. If gaps may be long, the decode worker also computes the prompt, unless that delays the first
    token. The prefill worker also decodes an output of few tokens if it computes no other
    prompt, and any output if a step takes most of the ITL target, it has no decodes, and other
-   workers are idle.
+   workers are idle. If a handoff between the two workers is impossible, one worker computes the
+   prompt and decodes the output: the best prefill worker whose steps then keep the ITL target.
 4. A request waits while one of its workers has no room. An interactive request that no worker can
    serve within its TTFT target is late. Late and batch requests are placed only where they delay no
    request that can be in time, until they have waited for long.
@@ -180,9 +182,7 @@ class ElasticChoices:
     def place(self, match: PrefixMatch, demand: Demand) -> ElasticPlacement | NoPlacement:
         """Returns the workers for a request, or why it waits."""
         candidates = self._candidates(match, demand)
-        soonest_s = min((candidate.soonest.predicted_s for candidate in candidates), default=0.0)
-        if demand.others_go_first_if_late and demand.due_in_s < soonest_s:
-            self._prompts.was_late(self._router.now)
+        if self._is_late(candidates, demand):
             return NoPlacement.LATE
         prefill = self._choose_prefill(candidates, demand)
         if isinstance(prefill, NoPlacement):
@@ -197,6 +197,32 @@ class ElasticChoices:
         return ElasticPlacement(
             prefill, self._decode_at_prefill(candidates, prefill, decode, demand)
         )
+
+    def place_on_one(self, match: PrefixMatch, demand: Demand) -> ElasticPlacement | NoPlacement:
+        """Returns one worker for both parts of a request without a handoff, or why it waits.
+
+        The caller has called `place`, which returned two workers. The worker is the best prefill
+        worker among those that keep the ITL target with this output. If there is none, it is the
+        worker with the shortest decode steps.
+        """
+        candidates = self._candidates(match, demand)
+        num_tokens, added = demand.num_tokens + demand.num_output_tokens, demand.num_mean_tokens
+        longest_s = self._longest_step_s(demand, _fastest_step_s(candidates))
+        with_room = [one for one in candidates if self._has_room(one.load, num_tokens)]
+        found = [
+            one
+            for one in with_room
+            if not one.load.num_decodes or one.load.mean_itl_s(1, added) <= longest_s
+        ]
+        if with_room and not found:
+            # Batch outputs are then parked (core/dispatch.py).
+            found = [min(with_room, key=lambda one: one.load.mean_itl_after_parking_s(1, added))]
+        if self._is_late(found, demand):
+            return NoPlacement.LATE
+        prefill = self._choose_prefill(found, demand)
+        if isinstance(prefill, NoPlacement):
+            return prefill
+        return ElasticPlacement(prefill, self._decode(_of(found, prefill.worker), demand))
 
     def soonest(
         self, match: PrefixMatch, num_tokens: int, session: SessionKey | None
@@ -221,7 +247,8 @@ class ElasticChoices:
 
         Returns:
             The workers of the least loaded group that get work, the workers with the longest
-            prefixes, and the session's last workers. With each, the prefix that it holds.
+            prefixes, the session's last workers, and the workers with most KV room and with the
+            shortest prefill queue. With each, the prefix that it holds.
         """
         loads = self._router.loads
         group = loads.least_loaded_group()
@@ -229,7 +256,9 @@ class ElasticChoices:
         if loads.num_groups > 1:
             last = self._router.last_of(session)
             holders = match.holders(NUM_HOLDERS, loads.open_prefill | loads.open_decode)
-            for worker in (*holders, last.prefill, last.decode):
+            # The group with the fewest requests may have no room, if its requests are long.
+            emptiest, idlest = loads.by_room.least(), loads.by_queue.least()
+            for worker in (*holders, last.prefill, last.decode, emptiest, idlest):
                 entry = loads.get(worker)
                 if entry is not None and loads.pool(entry.key) is not None:
                     found[entry.key] = entry
@@ -256,6 +285,14 @@ class ElasticChoices:
             candidates[at] = candidate._replace(fetch=fetch)
         return candidates
 
+    def _is_late(self, candidates: list[_Candidate], demand: Demand) -> bool:
+        """Whether others go before the request because no candidate would be in time."""
+        soonest_s = min((candidate.soonest.predicted_s for candidate in candidates), default=0.0)
+        is_late = demand.others_go_first_if_late and demand.due_in_s < soonest_s
+        if is_late:
+            self._prompts.was_late(self._router.now)
+        return is_late
+
     @property
     def _targets(self) -> StepTargets:
         targets = self._router.step_targets
@@ -276,13 +313,13 @@ class ElasticChoices:
         # A late prompt must not borrow time from streams, because prompts in time need that time.
         needs_no_decodes = demand.is_late and self._targets.may_borrow
         best: PrefillChoice | None = None
-        best_cost_s, ahead_s, all_have_room = math.inf, 0.0, bool(candidates)
+        best_cost_s, ahead_s = math.inf, 0.0
+        # Least cost of a worker that lacks only KV room.
+        full_cost_s = math.inf
         for candidate in candidates:
             load = candidate.load
             # A prompt takes KV room and a place in the engine's batch too.
-            if not self._has_room(load, demand.num_tokens):
-                all_have_room = False
-                continue
+            has_room = self._has_room(load, demand.num_tokens)
             if not self._router.takes_prompts(load):
                 continue
             if demand.waits_for_others and (
@@ -307,6 +344,12 @@ class ElasticChoices:
                 cost_s = choice.predicted_s + self._harm_s(load, choice, demand)
                 if choice.predicted_s > demand.due_in_s:
                     cost_s += _TOO_LATE_S
+                if not has_room:
+                    if demand.continues or (
+                        self._ahead_s(load, choice.num_work_tokens, demand) < AHEAD_S
+                    ):
+                        full_cost_s = min(full_cost_s, cost_s)
+                    continue
                 if cost_s < best_cost_s:
                     best, best_cost_s = choice, cost_s
                     ahead_s = self._ahead_s(load, choice.num_work_tokens, demand)
@@ -314,7 +357,10 @@ class ElasticChoices:
         # included this queue, and the other workers would still be later.
         if best is not None and (ahead_s < AHEAD_S or demand.continues):
             return best
-        return NoPlacement.BUSY if all_have_room else NoPlacement.FULL
+        # If the best worker has room and only its queue is too long, more KV room would not help,
+        # and batch outputs must not be parked for it (core/dispatch.py).
+        is_full = not candidates or full_cost_s < best_cost_s
+        return NoPlacement.FULL if is_full else NoPlacement.BUSY
 
     def _harm_s(self, load: WorkerLoad, choice: PrefillChoice, demand: Demand) -> float:
         """Seconds that are added to a prompt's cost for its harm to other requests of the worker.
@@ -436,11 +482,7 @@ class ElasticChoices:
         added = demand.num_mean_tokens
         fastest_s = _fastest_step_s(candidates)
         itl_s = reachable_itl_s(demand.itl_s, fastest_s)
-        longest_s = itl_s
-        if demand.is_batch:
-            # Beside interactive outputs, batch outputs join only with a margin. Otherwise they
-            # would be parked and placed again all the time.
-            longest_s = itl_s * _JOIN_SHARE if self._router.num_interactive else math.inf
+        longest_s = self._longest_step_s(demand, fastest_s)
         # With a limit of 0, every worker counts as needed, so the decodes are spread over all.
         shares = self._targets.shares_workers(fastest_s)
         limit_s = 0.0 if shares else itl_s * self._join_share(candidates, added)
@@ -483,6 +525,20 @@ class ElasticChoices:
             if cost < best_cost:
                 best, best_cost = candidate, cost
         return self._decode(best, demand) if best is not None else None
+
+    def _longest_step_s(self, demand: Demand, fastest_s: float) -> float:
+        """Longest decode step for which a request is placed, unless it must be placed.
+
+        Args:
+            demand: needs of the request.
+            fastest_s: the fastest candidate's step with one decode.
+        """
+        itl_s = reachable_itl_s(demand.itl_s, fastest_s)
+        if not demand.is_batch:
+            return itl_s
+        # Beside interactive outputs, batch outputs join only with a margin. Otherwise they would be
+        # parked and placed again all the time.
+        return itl_s * _JOIN_SHARE if self._router.num_interactive else math.inf
 
     def _join_share(self, candidates: list[_Candidate], num_tokens: int) -> float:
         """Share of the ITL target that a step may take after a decode of `num_tokens` joins."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton.coordinator.routing.choices import DecodeChoice, Placement, PrefillChoice
+from baton.coordinator.routing.prompt_blocks import PromptBlocks
 from baton.coordinator.routing.worker_traits import block_size_of, handoff_bytes
 from baton.coordinator.state.requests import Request, WorkerKey
 from baton.coordinator.state.workers import AttachedWorkers
@@ -15,34 +16,37 @@ class Handoffs:
 
     Args:
         workers: Workers of the fleet.
+        prompts: Block hashes of prompts, and the workers that hold them.
     """
 
-    def __init__(self, workers: AttachedWorkers) -> None:
-        self._workers = workers
+    def __init__(self, workers: AttachedWorkers, prompts: PromptBlocks) -> None:
+        self._workers, self._prompts = workers, prompts
 
     def plan(
         self, request: Request, prefill: PrefillChoice, decode: DecodeChoice
     ) -> Placement | None:
         """Both workers with a handoff between them; None if the handoff exceeds their limits."""
-        skip_tokens = self._skip_tokens(request, decode)
+        skip_tokens = self._skip_tokens(request, decode.worker)
         if not self._is_possible(request, prefill.worker, decode.worker, skip_tokens):
             return None
         return Placement(prefill, decode, skip_tokens)
 
-    def _skip_tokens(self, request: Request, decode: DecodeChoice) -> int:
+    def _skip_tokens(self, request: Request, decode: WorkerKey) -> int:
         """Tokens that the handoff leaves out: whole blocks in the decode worker's cache.
 
-        The handoff never leaves out the last token, because the engine continues from it.
+        Blocks that the worker has not reported yet count as missing: it may compute them later than
+        the handoff arrives, or never. The handoff never leaves out the last token, because the
+        engine continues from it.
         """
-        worker = self._workers.get(decode.worker)
+        worker = self._workers.get(decode)
         assert worker is not None
         # A cached prefix of keys and values is of no use to a model with recurrent states, unless
         # the worker has the state at its end too, which the prefix index does not tell.
         if request.hands_over_all or kv_fingerprint.keeps_states(worker.hello.fingerprint):
             return 0
         block_size = block_size_of(worker.hello)
-        held = min(decode.hits.num_device, request.num_prefill_tokens - 1)
-        return held // block_size * block_size
+        held = self._prompts.match(request).reported_by(decode).num_device
+        return min(held, (request.num_prefill_tokens - 1) // block_size) * block_size
 
     def _is_possible(
         self, request: Request, prefill: WorkerKey, decode: WorkerKey, skip_tokens: int

@@ -85,7 +85,7 @@ class Placer:
         self.batch_prompts = BatchPrompts(self.router, workers)
         self.prompts = PromptBlocks(self.router, workers)
         self._needs = RequestNeeds(config, workers, outputs)
-        self._handoffs = Handoffs(workers)
+        self._handoffs = Handoffs(workers, self.prompts)
         fetches = PrefixFetches(self.router, enabled=config.fetch)
         self._choices = PoolChoices(self.router, fetches)
         self._rule: PlacementRule = (
@@ -172,7 +172,12 @@ class Placer:
         if decode is None:
             return None
         num_tokens = request.num_prefill_tokens
-        prefill = self._choices.by_handoff(source.key, decode.worker, num_tokens)
+        prefill = self._choices.by_handoff(
+            source.key,
+            decode.worker,
+            num_tokens,
+            computes_all=request.submission.computes_whole_prompt,
+        )
         if prefill.predicted_s >= within_s:
             return None
         return self._handoffs.plan(request, prefill, decode)
@@ -203,7 +208,7 @@ class Placer:
 
     def takes_only_interactive(self, request: Request) -> bool:
         """Whether a worker would take an interactive prompt, but none takes this batch prompt."""
-        match = self.prompts.match(request)
+        match = self.prompts.usable(request)
         return self._choices.takes_only_interactive(match, request.submission.session)
 
     def assign(self, request: Request, placement: Placement, *, can_be_parked: bool) -> None:

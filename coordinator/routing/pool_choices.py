@@ -278,7 +278,9 @@ class PoolChoices:
             (source.key, target.entry.key), num_bytes, near=near
         )
 
-    def by_handoff(self, worker: WorkerKey, to: WorkerKey, num_tokens: int) -> PrefillChoice:
+    def by_handoff(
+        self, worker: WorkerKey, to: WorkerKey, num_tokens: int, *, computes_all: bool = False
+    ) -> PrefillChoice:
         """Predicts the cost for a worker to hand over a request that it was decoding.
 
         The worker recomputes the tokens of the last block that is not full.
@@ -287,10 +289,13 @@ class PoolChoices:
             worker: worker of any pool; its engine keeps the KV blocks it has computed.
             to: worker that continues the request.
             num_tokens: tokens of the prompt and of the output generated so far.
+            computes_all: whether the worker recomputes all tokens.
         """
         entry = self._router.loads.entries[worker]
         traits = entry.traits
         cached = (num_tokens - 1) // traits.block_size_tokens * traits.block_size_tokens
+        if computes_all:
+            cached = 0
         work_s = traits.latency.prefill_s(num_tokens - cached)
         # This handoff is sent after the computation; other handoffs are sent during the prefill.
         num_bytes = num_tokens * traits.kv_bytes_per_token

@@ -56,7 +56,7 @@ class Predictions:
         if entry is None:
             # Requests count as work even before the first worker has attached.
             return self._unmeasured_prefill_s(num_tokens)
-        held = self._prompts.match(request).held_by(entry.key)
+        held = self._prompts.usable(request).held_by(entry.key)
         return _prefill_s(entry, num_tokens, held, self._router.now)
 
     def demand(self, submission: Submission, hashes: array[int]) -> tuple[float, int, float]:
@@ -74,7 +74,7 @@ class Predictions:
         if entry is None:
             prefill_s = self._unmeasured_prefill_s(num_tokens)
         else:
-            held = self._router.longest_prefill(self._router.match(hashes))
+            held = self._router.longest_prefill(self._prompts.usable_for(submission, hashes))
             prefill_s = _prefill_s(entry, num_tokens, held, self._router.now)
         most = max_output_tokens(submission, self._workers.max_model_len)
         return prefill_s, num_tokens, self._outputs.mean(submission.lane, most or num_tokens)
@@ -96,7 +96,8 @@ class Predictions:
             None while no worker computes prompts.
         """
         num_tokens, session = len(submission.prompt_token_ids), submission.session
-        choice = self._rule.soonest(self._router.match(hashes), num_tokens, session)
+        match = self._prompts.usable_for(submission, hashes)
+        choice = self._rule.soonest(match, num_tokens, session)
         if choice is None:
             return None
         num_workers = self._router.prompt_speed
@@ -127,7 +128,8 @@ class Predictions:
             computes prompts.
         """
         num_tokens, session = len(submission.prompt_token_ids), submission.session
-        return self._rule.alone_s(self._router.match(hashes), num_tokens, session)
+        match = self._prompts.usable_for(submission, hashes)
+        return self._rule.alone_s(match, num_tokens, session)
 
     def remaining_output_s(self, request: Request) -> float:
         """Predicted seconds that a request needs for the rest of its output on its present worker.
@@ -155,7 +157,7 @@ class Predictions:
         Returns:
             Seconds; infinite if no worker computes prompts.
         """
-        match, session = self._prompts.match(request), request.submission.session
+        match, session = self._prompts.usable(request), request.submission.session
         choice = self._rule.soonest(match, request.num_prefill_tokens, session)
         if choice is None:
             return math.inf

@@ -12,6 +12,8 @@ from baton.coordinator.state.workers import AttachedWorkers
 from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.prompt_images import ImageKey, block_keys
 
+_NO_BLOCKS = array("Q")
+
 
 class PromptBlocks:
     """Cuts prompts into the blocks of one fleet's workers.
@@ -55,6 +57,14 @@ class PromptBlocks:
     def match(self, request: Request) -> PrefixMatch:
         """The prefix of a request's prompt that each worker holds in its prefix cache."""
         return self._router.match(self.hashes_of(request))
+
+    def usable(self, request: Request) -> PrefixMatch:
+        """The prefix of a request's prompt that each worker need not compute."""
+        return self.usable_for(request.submission, self.hashes_of(request))
+
+    def usable_for(self, submission: Submission, hashes: array[int]) -> PrefixMatch:
+        """The prefix of a prompt with these block hashes that each worker need not compute."""
+        return self._router.match(_NO_BLOCKS if submission.computes_whole_prompt else hashes)
 
 
 def _keys(

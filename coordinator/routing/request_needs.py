@@ -96,6 +96,6 @@ class RequestNeeds:
         It may not for prompt logprobs, for which engines compute whole prompts, and not for images,
         because the holder has no images from which it could compute blocks that it lacks.
         """
-        computes_all = request.submission.sampling.HasField("prompt_logprobs")
-        has_images = bool(request.submission.images)
+        submission = request.submission
+        computes_all, has_images = submission.computes_whole_prompt, bool(submission.images)
         return not (request.suspect or has_images or computes_all)

@@ -54,7 +54,7 @@ class StrictRule:
 
     def place(self, request: Request) -> Placement | NoPlacement:
         """Returns the workers for a request whose turn it is, or why it waits."""
-        match = self._prompts.match(request)
+        match = self._prompts.usable(request)
         prefill = self._choices.choose_prefill(
             match,
             request.num_prefill_tokens,
@@ -70,7 +70,10 @@ class StrictRule:
         if prefill is None:
             return NoPlacement.FULL
         needs = self._needs.decode(request)
-        decode = self._choices.choose_decode(match, needs, prefill=prefill.worker)
+        # The handoff leaves out blocks that the decode worker holds, even if the prefill worker
+        # computes the whole prompt.
+        held = self._prompts.match(request)
+        decode = self._choices.choose_decode(held, needs, prefill=prefill.worker)
         if decode is None:
             return NoPlacement.FULL
         if (split := self._handoffs.plan(request, prefill, decode)) is not None:
@@ -94,7 +97,7 @@ class StrictRule:
         """Whether a prefill worker has room for the prompt, or a decode worker computes it."""
         if len(request.token_ids) and not self._router.num_prefill_workers:
             return True
-        match = self._prompts.match(request)
+        match = self._prompts.usable(request)
         limit = QUEUE_LIMITS[self._needs.prompt_lane(request)]
         return self._choices.takes_prompt(match, request.submission.session, limit)
 

@@ -168,6 +168,11 @@ class Submission:
         """The conversation that the request belongs to."""
         return SessionKey(self.tenant, self.session_id) if self.session_id else None
 
+    @property
+    def computes_whole_prompt(self) -> bool:
+        """Whether engines use no cached blocks: with them, a prompt would have no logprobs."""
+        return self.sampling.HasField("prompt_logprobs")
+
     def cut_to(self, max_model_len: int) -> Submission:
         """Returns the submission with a max_tokens that fits this context length.
 
@@ -303,6 +308,14 @@ class PromptSources(NamedTuple):
     disk: int = 0
     fetched: int = 0
 
+    @classmethod
+    def of(cls, timings: cluster_pb2.StageTimings, num_prompt_tokens: int) -> PromptSources:
+        """The sources of a prompt by the timings of the worker that computed it."""
+        device, host = timings.num_cached_tokens, timings.num_host_tokens
+        disk, fetched = timings.num_disk_tokens, timings.num_fetched_tokens
+        computed = max(0, num_prompt_tokens - device - host - disk - fetched)
+        return cls(device, host, computed, 0, disk, fetched)
+
     @property
     def num_cached(self) -> int:
         """Prompt tokens that no worker computed for this attempt."""
@@ -354,7 +367,10 @@ class Request:
         hands_over_all: Whether handoffs must leave out nothing, and decode workers get the images:
             an earlier decode worker lacked blocks that it could not compute.
         exposed_us: Exposed time of the handoff in microseconds; None until it is reported.
-        prefill_timings, decode_timings: Stage timings as the workers reported them.
+        prefill_timings, decode_timings: Stage timings as the workers first reported them, which may
+            be timings of different attempts.
+        prompt_sources: Where the prompt's KV cache came from in the latest attempt; None: not known
+            yet.
         interruptions: Times in which the request had no worker.
         num_parked: How often the request made room for interactive work.
         losses: Errors of the attempts that were lost since the last new token.
@@ -411,6 +427,7 @@ class Request:
     exposed_us: int | None = None
     prefill_timings: cluster_pb2.StageTimings | None = None
     decode_timings: cluster_pb2.StageTimings | None = None
+    prompt_sources: PromptSources | None = None
     prompt_logprobs: Sequence[common_pb2.TokenLogprobs] = ()
     interruptions: list[Interruption] = field(default_factory=list)
     num_parked: int = 0
@@ -434,19 +451,15 @@ class Request:
         self.num_charged = len(self.token_ids)
 
     @property
-    def prompt_sources(self) -> PromptSources | None:
-        """Where the prompt's KV cache came from in the latest attempt; None: not known yet."""
+    def num_cached_prompt_tokens(self) -> int:
+        """Prompt tokens that no worker computed for the first attempt whose prompt was computed.
+
+        A later attempt also finds the blocks that the first one computed.
+        """
         timings = self.prefill_timings or self.decode_timings
         if timings is None:
-            return None
-        device, host = timings.num_cached_tokens, timings.num_host_tokens
-        disk = timings.num_disk_tokens
-        handoff = 0
-        if self.prefill_timings is not None and self.decode_timings is not None:
-            handoff = self.decode_timings.num_handoff_tokens
-        fetched = timings.num_fetched_tokens
-        computed = max(0, self.num_prompt_tokens - device - host - disk - fetched)
-        return PromptSources(device, host, computed, handoff, disk, fetched)
+            return 0
+        return PromptSources.of(timings, self.num_prompt_tokens).num_cached
 
     @property
     def id(self) -> str:

@@ -102,7 +102,8 @@ class ScalingConfig:
         max_gpus: Most GPUs of both pools, including workers that start or drain; None: no limit.
         interval_s: Time between two decisions.
         cold_start_s: Time until a started worker serves. The load is forecast this far ahead.
-        start_timeout_s: A worker that has been starting for longer is stuck and does not count.
+        start_timeout_s: A worker that has been starting for longer is stuck and does not count; a
+            worker that flips has its own limit, `drain_s`.
         down_window_s: A pool shrinks only to the largest size wanted within this time; None: see
             `window_s`.
         max_up, max_down: Largest growth factor and largest shrunk share of a pool per decision;

@@ -8,9 +8,10 @@ import pytest
 from virtual_cell import Outcome, VirtualCell, WorkerShape
 
 from baton.coordinator.state.config import CoreConfig
-from baton.runtime.config import parse
+from baton.coordinator.state.requests import RequestState
+from baton.runtime.config import LaneTargetsConfig, TargetsConfig, parse
 from baton.runtime.latency import LatencyModel
-from baton.v1 import common_pb2
+from baton.v1 import cluster_pb2, common_pb2
 
 INTERACTIVE, BATCH = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH
 MODEL = LatencyModel(0.005, 0.0001, 0.0, 0.010, 0.0001, 1e-7)
@@ -266,3 +267,38 @@ def test_batch_outputs_make_room_as_often_as_interactive_requests_need_it():
     assert max(often) > 8
     made.run(made.now + 1500)
     assert all(len(one.token_times) == 7000 for one in batch)
+
+
+def test_no_batch_output_is_parked_for_a_prompt_that_waits_for_other_prompts(
+    new_world, out, say_hello
+):
+    """In an elastic cell, only one of two workers has KV room, and it computes a prompt."""
+    latency = LatencyModel(0.02, 1e-4, 0.0, 0.028, 0.0005, 1e-7)
+    targets = LaneTargetsConfig(interactive=TargetsConfig(ttft_ms=5000))
+    world = new_world(elastic=True, latency=latency, targets=targets, max_decode_requests=8)
+    capacity, model = cluster_pb2.Capacity(), common_pb2.ModelDescription()
+    capacity.CopyFrom(say_hello("x", common_pb2.ROLE_PREFILL).capacity)
+    capacity.kv_tokens = 8192
+    model.CopyFrom(say_hello("x", common_pb2.ROLE_PREFILL).model)
+    model.max_model_len = 8192
+
+    def submit(num_tokens: int, num_output: int, lane=INTERACTIVE):
+        sampling = {"max_tokens": num_output}
+        # The prompts have different lengths, and share no prefix.
+        prompt = [num_tokens] * num_tokens
+        to = world.submit(prompt_token_ids=prompt, sampling=sampling, lane=lane)
+        return world.core.request(f"r{to.stream}")
+
+    world.attach("x", common_pb2.ROLE_PREFILL, capacity=capacity, model=model)
+    streams = [*(submit(200, 2000) for _ in range(4)), submit(5500, 200, BATCH)]
+    for request in streams:
+        world.step("x", out(request.id, [1]))
+    world.attach("y", common_pb2.ROLE_DECODE, capacity=capacity, model=model)
+    ahead = submit(3000, 1)
+    assert ahead.prefill == ("y", 1)
+    waiting = submit(3200, 100)
+    assert not waiting.attempt
+    assert streams[-1].state is RequestState.DECODING
+    world.step("y", out(ahead.id, [1], finish=common_pb2.FINISH_REASON_LENGTH))
+    assert waiting.attempt == 1
+    assert streams[-1].num_parked == 0

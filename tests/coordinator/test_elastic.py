@@ -9,7 +9,7 @@ import pytest
 from virtual_cell import VirtualCell, WorkerShape
 from worker_choices import elastic_choices
 
-from baton.coordinator.routing.choices import NoPlacement, PrefillChoice
+from baton.coordinator.routing.choices import DecodeChoice, NoPlacement, PrefillChoice
 from baton.coordinator.routing.elastic_choices import Demand
 from baton.coordinator.routing.prompt_demand import PromptDemand
 from baton.coordinator.routing.router import Router
@@ -112,6 +112,14 @@ class Cell:
     def num_decodes(self) -> list[int]:
         entries = (self.router.load(key(name)) for name in "abcd")
         return [entry.num_decodes for entry in entries if entry is not None]
+
+
+def add_decodes(cell: Cell, worker: str, count: int, num_kv_tokens: int = 1000) -> None:
+    """Adds interactive outputs with this many KV tokens each to a worker."""
+    for number in range(count):
+        name, choice = f"{worker}-{number}", DecodeChoice(key(worker), 0.0, num_kv_tokens, 1)
+        cell.router.assign_decode(name, choice, is_interactive=True, num_mean_tokens=num_kv_tokens)
+        cell.router.first_token(name, None, choice.worker)
 
 
 def add_prompts(cell: Cell, work_s: float, target_s: float, rate: float = 0.01) -> None:
@@ -225,6 +233,21 @@ def test_a_request_waits_when_one_more_decode_would_break_the_itl_target():
     assert cell.num_decodes() == [10]
     # After a long wait it is placed in any case.
     assert is_placed(cell.place(must_place=True))
+
+
+def test_a_request_without_a_handoff_goes_where_its_output_keeps_the_itl_target():
+    cell = Cell("full", "other")
+    add_decodes(cell, "full", 10)
+    prompt = list(range(1600))
+    events = cluster_pb2.CacheEvents(stored=block_hashes(prompt, BLOCK))
+    cell.router.apply_cache(key("full"), events)
+    match = cell.match(prompt)
+    found = cell.choices.place_on_one(match, cell.demand(len(prompt)))
+    assert found.prefill.worker == found.decode.worker == key("other")
+    add_decodes(cell, "other", 12)
+    # No worker keeps the target: the one with the shortest steps gets the request.
+    found = cell.choices.place_on_one(match, cell.demand(len(prompt), must_place=True))
+    assert found.prefill.worker == found.decode.worker == key("full")
 
 
 def test_an_itl_target_that_no_worker_can_keep_makes_no_request_wait():
@@ -430,6 +453,21 @@ def test_a_large_cell_is_divided_into_groups_that_share_the_load():
             cell.router.apply_cache(worker, cluster_pb2.CacheEvents(reset=True))
 
 
+def test_room_is_found_outside_the_group_with_the_fewest_requests():
+    names = [f"w{number}" for number in range(40)]
+    cell = Cell(*names, kv_tokens=4000)
+    loads = cell.router.loads
+    full = [entry.key[0] for entry in loads.least_loaded_group()]
+    for name in names:
+        # One long output on each worker of a group, or two short ones.
+        is_full = name in full
+        add_decodes(cell, name, 1 if is_full else 2, num_kv_tokens=4000 if is_full else 160)
+    assert [entry.key[0] for entry in loads.least_loaded_group()] == full
+    found = cell.place(1000)
+    assert is_placed(found)
+    assert found.decode.worker[0] not in full
+
+
 def test_a_request_without_room_in_the_kv_caches_waits():
     cell = Cell("a", "b", kv_tokens=4000)
     cell.start(3000)
@@ -437,6 +475,20 @@ def test_a_request_without_room_in_the_kv_caches_waits():
     assert sorted(cell.num_decodes()) == [1, 1]
     assert cell.place(3000) is FULL
     assert is_placed(cell.place(500))
+
+
+@pytest.mark.parametrize(
+    ("full_queue_s", "queue_s", "expected"), [(0.0, 0.3, BUSY), (0.0, 3.0, FULL), (2.0, 3.0, BUSY)]
+)
+def test_a_request_waits_for_room_only_where_it_would_begin_sooner(full_queue_s, queue_s, expected):
+    cell = Cell("full", "other", kv_tokens=4000)
+    add_decodes(cell, "full", 1, num_kv_tokens=3000)
+    for name, work_s in (("full", full_queue_s), ("other", queue_s)):
+        if work_s:
+            choice = PrefillChoice(key(name), work_s, work_s, 100)
+            cell.router.assign_prefill(f"prompt-{name}", choice, [])
+    # The prompt takes three times as long beside an output.
+    assert cell.place(3000) is expected
 
 
 def test_a_request_that_ends_with_its_first_token_needs_no_decoder():

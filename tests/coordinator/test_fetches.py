@@ -511,6 +511,30 @@ def test_a_decode_worker_sends_what_it_has_back_to_the_prefill_pool(new_world):
     assert read.handoff.skip_tokens == SIZE
 
 
+def test_the_prompt_of_a_second_attempt_is_counted_too(new_world, out):
+    world = cell(new_world)
+    world.attach("x", common_pb2.ROLE_PREFILL)
+    to = world.submit(num_prompt=900)
+    (request,) = world.core.running()
+    report(world, "h", request.fetch, COMMITTED)
+    first = request.decode
+    first_output(world, out, first[0], num_fetched_tokens=SIZE)
+    world.handle(ev.WorkerLost(first[0], "was killed"))
+    second = request.decode
+    assert second != first
+    report(world, "h", request.fetch, COMMITTED)
+    timings = {"num_cached_tokens": BLOCK, "num_fetched_tokens": SIZE - BLOCK}
+    world.step(second[0], out("r1", [6], offset=1, attempt=2, timings=timings))
+    assert request.fetch is None
+    assert request.prompt_sources == (BLOCK, 0, 100, 0, 0, SIZE - BLOCK)
+    counts = {"device": BLOCK, "host": 0, "disk": 0, "fetched": 2 * SIZE - BLOCK, "computed": 200}
+    assert world.core.stats.prompt_tokens == counts
+    assert world.core.stats.fetches == {"loaded": 2, "failed": 0}
+    finish = common_pb2.FINISH_REASON_LENGTH
+    world.step(second[0], out("r1", [7], offset=2, attempt=2, finish=finish))
+    assert world.last(to).usage.cached_prompt_tokens == SIZE
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_every_fetch_ends_whatever_happens(new_world, out, seed):
     """World.handle checks after each event that each fetch belongs to a request."""

@@ -341,6 +341,16 @@ def test_a_move_counts_the_measured_speed_to_its_new_worker() -> None:
     assert sent_s("d3") == pytest.approx(0.0321)
 
 
+@pytest.mark.parametrize(("computes_all", "num_tokens"), [(False, 1), (True, 321)])
+def test_a_move_computes_the_tokens_that_the_engine_takes_from_no_cache(
+    computes_all, num_tokens
+) -> None:
+    router = decode_router(*((name, traits(name)) for name in ("d1", "d2")))
+    choice = pool_choices(router).by_handoff(key("d1"), key("d2"), 321, computes_all=computes_all)
+    assert choice.num_work_tokens == num_tokens
+    assert choice.hits.num_tokens == 321 - num_tokens
+
+
 def test_room_is_kept_for_prompt_and_expected_output() -> None:
     router = decode_router(("small", traits(kv_tokens=640)), ("large", traits(kv_tokens=1280)))
     wanted = prompt(1, 500)

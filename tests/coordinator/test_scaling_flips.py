@@ -110,6 +110,20 @@ def test_a_prefill_worker_finishes_its_prompts_and_gets_no_other(launched, out):
     assert worker_id in made.ids(Pool.DECODE)
 
 
+def test_a_flip_may_take_longer_than_a_start(launched, out):
+    made = launched()
+    made.world.submit()
+    worker_id = made.core.request("r1").prefill[0]
+    flip(made, worker_id, DECODE)
+    # A worker that starts may take 30 s.
+    made.wait(100)
+    assert made.core.request("r1").state is RequestState.PREFILLING
+    assert (len(made.started), made.ended) == (4, [])
+    made.world.step(worker_id, out("r1", [0], finish=0))
+    made.answer_flips()
+    assert worker_id in made.ids(Pool.DECODE)
+
+
 @pytest.mark.parametrize("by_handoff", [True, False])
 def test_a_long_output_moves_and_no_token_is_lost_or_repeated(launched, out, by_handoff):
     made = launched()
@@ -225,7 +239,6 @@ def test_a_worker_keeps_its_role_if_no_worker_can_take_its_requests(launched, ou
     made.wait(31)
     loaded(made, worker_id)
     assert set_role(made, worker_id) == []
-    assert made.core.workers.by_id(worker_id).serving
     assert made.core.scaler.desired(Pool.DECODE) == 2
     assert made.core.request("r1").decode[0] == worker_id
 
@@ -237,7 +250,6 @@ def test_a_worker_keeps_its_role_when_the_last_one_beside_it_is_lost(launched, o
     (other,) = made.ids(Pool.DECODE) - {worker_id}
     flip(made, worker_id, PREFILL)
     made.world.handle(ev.WorkerExited(other, "was killed by SIGKILL"))
-    assert made.core.workers.by_id(worker_id).serving
     assert made.core.scaler.desired(Pool.DECODE) == 2
     made.world.step(worker_id, out("r1", [7], offset=7, finish=LENGTH))
     assert set_role(made, worker_id) == []

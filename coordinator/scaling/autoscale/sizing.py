@@ -31,7 +31,7 @@ class Members:
     Attributes:
         serving: serving workers.
         starting: workers that start or flip into the pool.
-        stuck: workers that have been starting for longer than the start timeout.
+        stuck: workers whose cold start has taken longer than the start timeout.
         num_gpus: GPUs of all workers, including stuck and draining workers.
     """
 
@@ -53,7 +53,10 @@ class Members:
     @classmethod
     def of(cls, observation: Observation, pool: Pool, config: ScalingConfig, now: float) -> Members:
         starting = observation.of(pool, Phase.STARTING)
-        stuck = tuple(one for one in starting if now - one.since > config.start_timeout_s)
+        # A flip may take as long as the worker's requests; it has a limit of its own (drain_s).
+        stuck = tuple(
+            one for one in starting if not one.flips and now - one.since > config.start_timeout_s
+        )
         usual = config.limits(pool).gpus
         everyone = (one.gpus for one in observation.workers if one.pool is pool)
         return cls(
