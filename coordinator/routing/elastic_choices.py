@@ -19,11 +19,12 @@ shortest prefill queue.
    - If gaps may be long (core/gap_choice.py) and a step with one stream takes most of the ITL
      target, workers without decodes would leave the other workers no time for prompts. The decodes
      are then spread over all workers.
-3. If gaps may be long, the decode worker also computes the prompt, unless that delays the first
-   token. The prefill worker also decodes an output of few tokens if it computes no other
-   prompt, and any output if a step takes most of the ITL target, it has no decodes, and other
-   workers are idle. If a handoff between the two workers is impossible, one worker computes the
-   prompt and decodes the output: the best prefill worker whose steps then keep the ITL target.
+3. If the decodes are spread over all workers for long gaps, the decode worker also computes the
+   prompt if the first token is in time there. The prefill worker also decodes an output of few
+   tokens if it computes no other prompt, and any output if a step takes most of the ITL target, it
+   has no decodes, and other workers are idle. If a handoff between the two workers is impossible,
+   one worker computes the prompt and decodes the output: the best prefill worker whose steps then
+   keep the ITL target.
 4. A request waits while one of its workers has no room. An interactive request that no worker can
    serve within its TTFT target is late. Late and batch requests are placed only where they delay no
    request that can be in time, until they have waited for long.
@@ -192,7 +193,8 @@ class ElasticChoices:
         decode = self._choose_decode(candidates, demand)
         if decode is None:
             return NoPlacement.FULL
-        if self._targets.may_borrow:
+        shares = self._targets.shares_workers(_fastest_step_s(candidates))
+        if shares and prefill.worker != decode.worker and not demand.waits_for_others:
             prefill = self._prefill_at_decode(candidates, prefill, decode, demand)
         return ElasticPlacement(
             prefill, self._decode_at_prefill(candidates, prefill, decode, demand)
@@ -363,17 +365,23 @@ class ElasticChoices:
         return NoPlacement.FULL if is_full else NoPlacement.BUSY
 
     def _harm_s(self, load: WorkerLoad, choice: PrefillChoice, demand: Demand) -> float:
-        """Seconds that are added to a prompt's cost for its harm to other requests of the worker.
+        """Seconds that are added to a prompt's predicted first token to compare workers.
 
-        The worker is busy for the prompt's work; longer prompts, which it computes later, each wait
-        for this work; and its streams get a longer step. Simulations with one step for the streams
-        had more requests within both targets than with none, half a step or two steps.
+        The worker is busy for the prompt's work, and longer prompts, which it computes later, each
+        wait for this work. Beside streams, two parts are added. The first token comes at the end of
+        a step, half a step and at least one step after the prompt's turn. The streams get a longer
+        step; simulations with one step for this had more requests within both targets than with
+        none, half a step or two steps. These parts are not in the prediction itself: with them,
+        more prompts counted as late, and fewer were in time.
         """
-        num_tokens, now = choice.num_work_tokens, self._router.now
+        num_tokens, work_s, now = choice.num_work_tokens, choice.work_s, self._router.now
         num_behind = load.num_behind(num_tokens, now, is_batch=demand.is_batch)
-        streams_s = load.mean_itl_s() if load.num_decodes else 0.0
-        busy_s = _WORK_WEIGHT * choice.work_s * load.prompt_speed
-        return busy_s + num_behind * choice.work_s + streams_s
+        alone_s = work_s * load.prompt_speed
+        steps_s = 0.0
+        if load.num_decodes:
+            step_s = load.mean_itl_s()
+            steps_s = step_s / 2 + max(0.0, step_s + alone_s - work_s) + step_s
+        return _WORK_WEIGHT * alone_s + num_behind * work_s + steps_s
 
     def _ahead_s(self, load: WorkerLoad, num_tokens: int, demand: Demand) -> float:
         """Seconds of prompts that a worker computes before this many tokens of the request."""
@@ -386,23 +394,16 @@ class ElasticChoices:
         decode: DecodeChoice,
         demand: Demand,
     ) -> PrefillChoice:
-        """Returns the decode worker for the prompt if that does not delay the first token.
+        """Returns the decode worker for the prompt if the first token is in time there.
 
-        Otherwise returns `prefill`.
-
-        Without a handoff, the first gap is about one step shorter. If all workers serve prompts and
-        decodes alike, the first token may even come at any time before it is due.
+        Otherwise returns `prefill`. Without a handoff, the first gap is about one step shorter.
         """
-        if prefill.worker == decode.worker or demand.waits_for_others:
-            return prefill
         candidate = _of(candidates, decode.worker)
-        here, latest_s = candidate.soonest, min(demand.due_in_s, prefill.predicted_s)
-        if self._targets.shares_workers(_fastest_step_s(candidates)):
-            latest_s = demand.due_in_s
+        here = candidate.soonest
         if (
             not self._router.takes_prompts(candidate.load)
             or self._ahead_s(candidate.load, here.num_work_tokens, demand) >= AHEAD_S
-            or here.predicted_s > latest_s
+            or here.predicted_s > demand.due_in_s
         ):
             return prefill
         return here
@@ -447,7 +448,7 @@ class ElasticChoices:
         work_s = load.prompt_work_s(num_new)
         load_s = load.load_s(hits, self._router.now)
         wait_s = self._ahead_s(load, num_new, demand) + load_s
-        return PrefillChoice(load.key, wait_s + _in_steps_s(load, work_s), work_s, num_new, hits)
+        return PrefillChoice(load.key, wait_s + work_s, work_s, num_new, hits)
 
     def _prefill_with_fetch(
         self,
@@ -473,7 +474,7 @@ class ElasticChoices:
         choice = self._fetches.choice(own, fetch, load.prompt_work_s(num_new))
         # The prompt is fetched while the worker computes the prompts ahead of it.
         wait_s = max(self._ahead_s(load, num_new, demand), fetch.fetch_s)
-        return choice._replace(predicted_s=wait_s + _in_steps_s(load, choice.work_s))
+        return choice._replace(predicted_s=wait_s + choice.work_s)
 
     # ---- Decode worker
 
@@ -611,19 +612,3 @@ def _of(candidates: list[_Candidate], worker: WorkerKey) -> _Candidate:
 def _fastest_step_s(candidates: list[_Candidate]) -> float:
     """Seconds of a decode step with one stream on the fastest candidate."""
     return min(candidate.load.single_step_s for candidate in candidates)
-
-
-def _in_steps_s(load: WorkerLoad, work_s: float) -> float:
-    """Predicted seconds from a prompt's turn until its first token, in whole steps of the worker.
-
-    Beside decodes, the prompt first waits for the end of the step under way, half a step on
-    average. Its first token then comes at the end of a step, so it takes at least one.
-
-    Args:
-        load: load of the worker.
-        work_s: seconds that the worker spends on the prompt, beside its decodes.
-    """
-    if not load.num_decodes:
-        return work_s
-    step_s = load.mean_itl_s()
-    return step_s / 2 + max(work_s, step_s + work_s * load.prompt_speed)

@@ -620,14 +620,13 @@ def test_prompts_that_share_a_step_add_its_base_once():
     assert load.queued_s(cell.router.now) < 10 * 0.022 / 2
 
 
-def test_a_first_token_beside_streams_takes_whole_steps():
-    cell = Cell("decode-0")
-    cell.start()
-    step_s = cell.router.loads.get(key("decode-0")).mean_itl_s()
-    found = cell.place(16, num_output_tokens=0)
-    assert found.prefill.predicted_s >= 1.5 * step_s
-    # The worker's time for the prompt itself is much shorter.
-    assert found.prefill.work_s < step_s / 2
+def test_a_short_prompt_does_not_wait_for_the_steps_of_streams():
+    cell = Cell("a", "b")
+    decoder = cell.start(16).decode.worker
+    other = next(worker for worker in (key("a"), key("b")) if worker != decoder)
+    # The decoder has no prompts, and needs less time for the prompt itself than for a step.
+    cell.router.assign_prefill("ahead", PrefillChoice(other, 0.02, 0.02, 16, PromptHits()), [])
+    assert cell.place(16).prefill.worker == other
 
 
 def test_the_first_prompts_already_show_the_rate_of_their_work():
