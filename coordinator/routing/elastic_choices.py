@@ -15,7 +15,8 @@ shortest prefill queue.
    smallest number of workers that keep the ITL target. The other workers finish their decodes, and
    then compute prompts at full speed. There are two exceptions:
    - If prompts are few and short, workers with decodes compute them soon enough. The decodes are
-     then spread over more workers, before steps come close to the target.
+     then spread over more workers, before steps come close to the target. They are also spread
+     while several workers are idle.
    - If gaps may be long (core/gap_choice.py) and a step with one stream takes most of the ITL
      target, workers without decodes would leave the other workers no time for prompts. The decodes
      are then spread over all workers.
@@ -59,6 +60,9 @@ _SPREAD_SHARE = 0.85
 # than one step: a running mean with this weight for the latest placement. The join share grows with
 # the pressure, and reaches _JOIN_SHARE_UNDER_PRESSURE at a pressure of 1 / _PRESSURE_GAIN.
 _PRESSURE_WEIGHT, _PRESSURE_GAIN = 0.03, 6.0
+# With at least this many idle workers, and at most this pressure, outputs are spread too: prompts
+# find a free worker also if one of these decodes.
+_NUM_SPARE, _SPARE_PRESSURE = 3, 0.1
 # A worker is fast if it computes prompts at more than this share of its full speed.
 _FAST_SPEED = 1 / 3
 # A worker takes another prompt while less than this much prefill work would go before it.
@@ -551,7 +555,9 @@ class ElasticChoices:
             if load.prompt_speed > _FAST_SPEED
         )
         self._pressure += (busy - self._pressure) * _PRESSURE_WEIGHT
-        if self._prompts_can_wait(candidates, num_tokens):
+        idle = [one for one in candidates if not (one.load.num_decodes or one.load.num_prefills)]
+        has_spare = len(idle) >= _NUM_SPARE and self._pressure < _SPARE_PRESSURE
+        if has_spare or self._prompts_can_wait(candidates, num_tokens):
             return _SPREAD_SHARE
         tight = min(1.0, self._pressure * _PRESSURE_GAIN)
         return _JOIN_SHARE + tight * (_JOIN_SHARE_UNDER_PRESSURE - _JOIN_SHARE)

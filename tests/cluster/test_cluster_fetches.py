@@ -43,10 +43,10 @@ class Conversation:
         info = await self._admin.get_request(done.request_id)
         sources = info.prompt_sources
         cached = sources.device + sources.host + sources.fetched
-        assert (cached + sources.computed, done.usage.cached_prompt_tokens) == (
-            len(self.prompt),
-            cached,
-        )
+        assert cached + sources.computed == len(self.prompt)
+        if info.attempt == 1:
+            # The sources are those of the latest attempt, and the usage is that of the first.
+            assert done.usage.cached_prompt_tokens == cached
         first = len(self.prompt)
         self.prompt = [*self.prompt, *done.token_ids, *range(first % 200, first % 200 + TURN)]
         return info

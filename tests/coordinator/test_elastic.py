@@ -635,3 +635,11 @@ def test_the_first_prompts_already_show_the_rate_of_their_work():
         prompts.add(0.01, 1.0, now=100 + number / 64)
     # 0.64 seconds of work in one second, for one worker that may be busy a third of the time.
     assert prompts.needed_speed(1, 101.0) == pytest.approx(3 * 0.64, rel=0.05)
+
+
+def test_outputs_leave_a_margin_below_the_itl_target_while_workers_are_idle():
+    """Outputs of unknown length grow after their placement."""
+    cell = Cell("a", "b", "c", "d", "e")
+    for _ in range(2 * MOST_BESIDE_PROMPTS):
+        cell.start()
+    assert sorted(cell.num_decodes()) == [0, 0, 0, MOST_BESIDE_PROMPTS, MOST_BESIDE_PROMPTS]
