@@ -94,7 +94,11 @@ class ChatTemplates:
         sources = _sources(directory, settings)
         of_tokenizer = sources.get(_DEFAULT)
         of_processor = _processor_source(directory)
-        default = of_processor or of_tokenizer
+        # A model for texts only may have the files of the model that it was made from.
+        if of_tokenizer is None or _has_processor(directory, settings):
+            default = of_processor or of_tokenizer
+        else:
+            default = of_tokenizer
         with_tools = sources.get(_WITH_TOOLS) or of_tokenizer or of_processor
         found = {
             source: ChatTemplate.compile(directory, source)
@@ -116,13 +120,29 @@ def _sources(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     if (path := directory / _DEFAULT_FILE).is_file():
         paths[_DEFAULT] = path
     if paths:
-        return {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+        used = (name for name in (_DEFAULT, _WITH_TOOLS) if name in paths)
+        return {name: _text(directory, paths[name]) for name in used}
     source = settings.get("chat_template")
     listed: list[Any] = [{"name": _DEFAULT, "template": source}]
     if isinstance(source, list):
         listed = source
     named = {one.get("name"): one.get("template") for one in listed}
     return {name: text for name, text in named.items() if isinstance(text, str)}
+
+
+def _text(directory: Path, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"model: {directory} has a chat template, {path.name}, that cannot be read: {error}"
+        ) from None
+
+
+def _has_processor(directory: Path, settings: Mapping[str, Any]) -> bool:
+    """Whether a model directory is that of a model with a processor, for images or audio."""
+    files = ("preprocessor_config.json", "processor_config.json")
+    return "processor_class" in settings or any((directory / name).is_file() for name in files)
 
 
 def _processor_source(directory: Path) -> str | None:

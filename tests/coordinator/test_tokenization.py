@@ -322,6 +322,28 @@ def test_only_chats_with_tools_take_the_tokenizers_template_beside_a_processors(
     tokenizer.close()
 
 
+def test_a_model_for_texts_keeps_its_tokenizers_template(fresh_model_dir):
+    """Its directory may have the template of a model for images that it was made from."""
+    set_settings(fresh_model_dir, chat_template=ROLES)
+    (fresh_model_dir / "chat_template.json").write_text(json.dumps({"chat_template": PARTS}))
+    tokenizer = Tokenizer(str(fresh_model_dir))
+    assert tokenizer.render(chat(("user", "hi"))) == "user:hi|"
+    tokenizer.close()
+
+
+def test_a_template_that_is_no_text_is_an_error_only_if_it_is_used(fresh_model_dir):
+    further = fresh_model_dir / "additional_chat_templates"
+    further.mkdir()
+    (fresh_model_dir / "chat_template.jinja").write_text(ROLES)
+    (further / "._tool_use.jinja").write_bytes(b"\xff\x00")
+    tokenizer = Tokenizer(str(fresh_model_dir))
+    assert tokenizer.render(chat(("user", "hi"))) == "user:hi|"
+    tokenizer.close()
+    (further / "tool_use.jinja").write_bytes(b"\xff\x00")
+    with pytest.raises(ConfigError, match=r"tool_use\.jinja, that cannot be read"):
+        Tokenizer(str(fresh_model_dir))
+
+
 def test_long_tools_leave_the_event_loop(tokenizer):
     short = inference_pb2.GenerateRequest(chat=chat(("user", "x"), tools="[{}]"))
     assert tokenizer.is_short(short)
