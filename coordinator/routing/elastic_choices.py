@@ -209,8 +209,17 @@ class ElasticChoices:
 
         The caller has called `place`, which returned two workers. The worker is the best prefill
         worker among those that keep the ITL target with this output. If there is none, it is the
-        worker with the shortest decode steps.
+        worker with the shortest decode steps; for an interactive request, after the batch outputs
+        there are parked.
         """
+
+        def step_s(one: _Candidate) -> float:
+            load = one.load
+            # Only interactive requests let batch outputs be parked (core/dispatch.py).
+            if demand.is_batch:
+                return load.mean_itl_s(1, added)
+            return load.mean_itl_after_parking_s(1, added)
+
         candidates = self._candidates(match, demand)
         num_tokens, added = demand.num_tokens + demand.num_output_tokens, demand.num_mean_tokens
         longest_s = self._longest_step_s(demand, _fastest_step_s(candidates))
@@ -221,8 +230,7 @@ class ElasticChoices:
             if not one.load.num_decodes or one.load.mean_itl_s(1, added) <= longest_s
         ]
         if with_room and not found:
-            # Batch outputs are then parked (core/dispatch.py).
-            found = [min(with_room, key=lambda one: one.load.mean_itl_after_parking_s(1, added))]
+            found = [min(with_room, key=step_s)]
         if self._is_late(found, demand):
             return NoPlacement.LATE
         prefill = self._choose_prefill(found, demand)
@@ -449,7 +457,7 @@ class ElasticChoices:
         # The last token is always computed, because the next token is sampled from its logits.
         hits = load.traits.hits(held, (demand.num_tokens - 1) // size * size)
         num_new = demand.num_tokens - hits.num_tokens
-        work_s = load.prompt_work_s(num_new)
+        work_s = load.prompt_work_s(num_new, self._router.now)
         load_s = load.load_s(hits, self._router.now)
         wait_s = self._ahead_s(load, num_new, demand) + load_s
         return PrefillChoice(load.key, wait_s + work_s, work_s, num_new, hits)
@@ -475,7 +483,7 @@ class ElasticChoices:
         if fetch is None:
             return None
         num_new = demand.num_tokens - fetch.num_tokens
-        choice = self._fetches.choice(own, fetch, load.prompt_work_s(num_new))
+        choice = self._fetches.choice(own, fetch, load.prompt_work_s(num_new, self._router.now))
         # The prompt is fetched while the worker computes the prompts ahead of it.
         wait_s = max(self._ahead_s(load, num_new, demand), fetch.fetch_s)
         return choice._replace(predicted_s=wait_s + choice.work_s)

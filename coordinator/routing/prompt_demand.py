@@ -10,6 +10,9 @@ from baton.coordinator.telemetry.recent_values import RecentValues
 _WINDOW, _LEAST = 256, 32
 # Mean age of the work that counts for the rate, in seconds.
 _RATE_S = 30.0
+# After a pause of this many times _RATE_S, the rate begins anew: older work has less than 1 % of
+# its weight.
+_PAUSE = 5
 # This quantile of the prompts must be computed within this share of their TTFT target. The rest of
 # the target is for the queue. With a share of 0.5, two simulated workers near capacity served one
 # percentage point fewer requests in time.
@@ -44,7 +47,8 @@ class PromptDemand:
             now: time by the core's clock.
         """
         self._shares.add(work_s / target_s)
-        self._began_at = min(self._began_at, now)
+        if now - self._at > _PAUSE * _RATE_S:
+            self._began_at, self._sum = now, 0.0
         self._sum = self._decayed(now) + work_s / _RATE_S
         self._at = now
 
@@ -68,8 +72,8 @@ class PromptDemand:
     def _rate_at(self, now: float) -> float:
         """Seconds of prompt work per second.
 
-        At first, the weights of the time since the first prompt do not add up to 1, so the sum is
-        divided by theirs.
+        At first, and after a pause, the weights of the time since then do not add up to 1, so the
+        sum is divided by theirs.
         """
         weights = -math.expm1((self._began_at - now) / _RATE_S)
         return self._decayed(now) / weights if weights > 0 else math.inf

@@ -322,11 +322,11 @@ class WorkerLoad:
             for one in self._prefills.values()
         )
 
-    def prompt_work_s(self, num_tokens: int) -> float:
+    def prompt_work_s(self, num_tokens: int, now: float) -> float:
         """Predicted seconds that a prompt adds to the worker's queue, beside its decodes.
 
-        A prompt behind several others shares steps with them, so it adds only its part of a step's
-        base.
+        On a worker with several other prompts, it shares steps with them, so it adds only its part
+        of a step's base. Prompts that are overdue are no reason to expect that.
         """
         latency = self.traits.latency
         tokens_s = latency.model.chunk_s(0, num_tokens)
@@ -334,7 +334,7 @@ class WorkerLoad:
             # `prompt_speed` includes the base of steps with decodes.
             return tokens_s / self.prompt_speed
         alone_s = latency.prefill_s(num_tokens)
-        if len(self._prefills) > 1:
+        if len(self._prefills) > 1 and self.queued_s(now) > 0:
             alone_s = min(alone_s, tokens_s / self.prompt_share)
         return alone_s / self.prompt_speed
 

@@ -632,10 +632,11 @@ def test_a_short_prompt_does_not_wait_for_the_steps_of_streams():
 
 def test_the_first_prompts_already_show_the_rate_of_their_work():
     prompts = PromptDemand()
-    for number in range(64):
-        prompts.add(0.01, 1.0, now=100 + number / 64)
-    # 0.64 seconds of work in one second, for one worker that may be busy a third of the time.
-    assert prompts.needed_speed(1, 101.0) == pytest.approx(3 * 0.64, rel=0.05)
+    for begin in (100, 3700):
+        for number in range(64):
+            prompts.add(0.01, 1.0, now=begin + number / 64)
+        # 0.64 seconds of work in one second, for one worker that may be busy a third of the time.
+        assert prompts.needed_speed(1, begin + 1) == pytest.approx(3 * 0.64, rel=0.05)
 
 
 def test_outputs_leave_a_margin_below_the_itl_target_while_workers_are_idle():
@@ -643,3 +644,25 @@ def test_outputs_leave_a_margin_below_the_itl_target_while_workers_are_idle():
     cell = Cell("a", "b", "c", "d", "e")
     decoders = [cell.start().decode.worker for _ in range(2 * MOST_BESIDE_PROMPTS)]
     assert sorted(Counter(decoders).values()) == [MOST_BESIDE_PROMPTS, MOST_BESIDE_PROMPTS]
+
+
+def test_overdue_prompts_share_no_steps_with_a_new_one():
+    cell = Cell("prefill-0")
+    for number in range(3):
+        overdue = PrefillChoice(key("prefill-0"), 0.0, 0.0, 100, PromptHits())
+        cell.router.assign_prefill(f"r{number}", overdue, [])
+    found = cell.place(200, num_output_tokens=0)
+    assert found.prefill.work_s == pytest.approx(MODEL.prefill_s(200))
+
+
+def test_a_batch_request_without_a_handoff_does_not_count_on_parked_outputs():
+    cell = Cell("a", "b")
+    add_decodes(cell, "a", 8, 500)
+    add_decodes(cell, "b", 3, 500)
+    for number in range(9):
+        choice = DecodeChoice(key("b"), 0.0, 500, 1)
+        cell.router.assign_decode(
+            f"batch{number}", choice, is_interactive=False, can_be_parked=True, num_mean_tokens=500
+        )
+    demand = cell.demand(500, is_batch=True, must_place=True)
+    assert cell.choices.place_on_one(cell.match(), demand).decode.worker == key("a")
