@@ -84,6 +84,7 @@ bench: $(BATON) $(DEV) $(BENCH)
 	$(BIN)/python -m baton.bench.batch_file $(BATCH_ARGS)
 	$(BIN)/python -m baton.bench.autoscale $(AUTOSCALE_ARGS)
 	$(BIN)/python -m baton.bench.simulated_scale $(SCALE_ARGS)
+	$(BIN)/python -m baton.bench.random_cells $(RANDOM_ARGS)
 	$(BIN)/python -m baton.bench.agreement $(AGREEMENT_ARGS)
 
 proto: $(DEV)

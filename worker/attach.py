@@ -55,9 +55,9 @@ _FINAL = frozenset(
     }
 )
 # Status codes that are final for a worker that was never attached. A worker that was attached tries
-# again after them. The first two mean a wrong credential: an operator who replaces tokens or
-# certificates may have done so on the coordinator's host only. The third one comes from a server
-# without this service, for example a proxy while the coordinator restarts.
+# again after them. UNAUTHENTICATED and PERMISSION_DENIED mean a wrong credential: an operator who
+# replaces tokens or certificates may have done so on the coordinator's host only. UNIMPLEMENTED
+# comes from a server without this service, for example a proxy while the coordinator restarts.
 _FINAL_AT_START = frozenset(
     {
         grpc.StatusCode.UNAUTHENTICATED,

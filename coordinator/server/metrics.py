@@ -110,8 +110,9 @@ class CoreCollector(Collector):
         yield tokens
         prompts = CounterMetricFamily(
             "baton_prompt_tokens",
-            "Tokens of computed prompts. device: from a prefix cache; host: from host memory; "
-            "disk: from disk; fetched: from another worker.",
+            "Tokens of computed prompts, for each attempt of a request. device: from a "
+            "prefix cache; host: from host memory; disk: from disk; fetched: from another "
+            "worker.",
             labels=["source"],
         )
         for source, count in tuple(stats.prompt_tokens.items()):
