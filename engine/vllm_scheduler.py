@@ -116,7 +116,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
             self.waiting.extend(held)
         self._stalled = self._found_stalled(output.num_scheduled_tokens)
         self._lack_blocks = frozenset(filter(self._lacks_blocks, self._stalled))
-        # They wait for no event: they are prompts like others once there is a slot.
+        # Requests without an adapter slot wait for no event.
         self.deferred_waiting -= self._lack_slot
         # The time of a warm-up step says nothing: it includes compilation.
         work = None if self._warms_up else self.connector.latest_step_work()
@@ -195,7 +195,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         begun = [*(one for one in self.running if _is_prompt(one)), *loaded]
         chunks = [self._candidate(one, now, model) for one in begun]
         arrivals, awaiting, blocked, held = self._divide_waiting(now, model, slots)
-        # vLLM adds again those that wait for an event (see _found_stalled).
+        # vLLM adds the requests again that wait for an event (see _found_stalled).
         self.deferred_waiting.difference_update(loaded, awaiting)
         # A prompt that now has enough blocks gets its whole share at once.
         self._stalled -= {one for one in self._lack_blocks if not self._lacks_blocks(one)}
@@ -326,7 +326,8 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         """Requests that wait for blocks, for the encoder cache, or behind such a request.
 
         They had tokens in the plan, and vLLM neither gave them any nor deferred them. A running
-        prompt without images is not among them: vLLM preempts it, or others, for its blocks.
+        prompt without images is not among them: vLLM preempts it, or others, for its blocks. After
+        a preemption, vLLM starts no waiting request, so all of these are among them for one step.
         """
         without = (
             self.requests[name]
@@ -341,7 +342,10 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         )
 
     def _lacks_blocks(self, name: str) -> bool:
-        """Whether the cache certainly has too few free blocks for a request."""
+        """Whether the cache probably has too few free blocks for a request.
+
+        Cached blocks count as of the latest look-up.
+        """
         request = self.requests.get(name)
         num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         return request is not None and self._num_free_blocks_taken(request) > num_free
