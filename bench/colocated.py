@@ -1,9 +1,9 @@
-"""Compares Baton with two plain vLLM servers under a mixed load, on two cores.
+"""Compares Baton with two plain vLLM servers under a mixed load, on two cores or on one GPU.
 
-`python -m baton.bench.colocated --help`. Every system has the same two engines, each on one core:
-Baton's prefill and decode worker, strict, elastic, and elastic with longer gaps, and two plain
-servers behind round robin and behind least loaded. All get the same requests at the same times,
-one system after the other.
+`python -m baton.bench.colocated --help`. Every system has the same two engines, each on one core,
+or both on one GPU: Baton's prefill and decode worker, strict, elastic, and elastic with longer
+gaps, and two plain servers behind round robin and behind least loaded. All get the same requests at
+the same times, one system after the other.
 """
 
 from __future__ import annotations
@@ -16,25 +16,24 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import aiohttp
 
-from baton.bench import interrupts, mixed_load, streams, systems
-from baton.bench.mixed_load import Answer, Arrival, Mix, Slo
+from baton.bench import gpu, interrupts, mixed_load, streams, systems
+from baton.bench.mixed_load import Answer, Arrival, Kind, Mix, Slo
 from baton.bench.streams import Timed
 from baton.client.client import BatonClient
 from baton.client.errors import ResourceExhaustedError
 from baton.load import stats
 from baton.runtime import demo_model
 
-MODEL = "demo-88m"
-SLO = Slo(ttft_s=3.0, itl_s=0.05)
 # A pause after requests that do not count, which end a vLLM rank's spinning.
 SPIN_S = 1.5
-# Requests before the counted ones: every system has measured or compiled its steps then.
-UNCOUNTED_RATE = 2.0
 # The process that keeps a core half busy: seconds of work, then of sleep.
 HALF_BUSY = (
     "import os, time\n"
@@ -44,20 +43,86 @@ HALF_BUSY = (
     "    while time.perf_counter() < end: pass\n"
     "    time.sleep(0.02)\n"
 )
-MIXES = {
-    "quarter": Mix(),
-    "long": Mix(long_share=0.7),
-    "short": Mix(short=mixed_load.Kind("short", 64, 256), long_share=0.0),
-}
-
 System = Literal["strict", "elastic", "long gaps", "round robin", "least loaded"]
 SYSTEMS: tuple[System, ...] = get_args(System)
-# Settings of Baton's systems.
-BATON: dict[System, dict[str, Any]] = {
-    "strict": {"elastic": False},
-    "elastic": {"elastic": True},
-    "long gaps": {"elastic": True, "steps": {"longest_gap_ms": 3 * SLO.itl_s * 1e3}},
-}
+BATON: tuple[System, ...] = ("strict", "elastic", "long gaps")
+MIXES = ("quarter", "long", "short")
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """The engines, and the load that fits them.
+
+    Attributes:
+        model: Name of a demo model.
+        engine_args: Arguments of vLLM.
+        slo: What a request must meet.
+        mixes: Kinds of requests by name.
+        uncounted_rate: Requests/s before the counted ones: every system has measured or compiled
+            its steps then.
+        cases: Mixes and rates that run by default.
+        settings: Further settings of Baton.
+        weights: Whether the engines need a checkpoint.
+    """
+
+    model: str
+    engine_args: Mapping[str, Any]
+    slo: Slo
+    mixes: Mapping[str, Mix]
+    uncounted_rate: float
+    cases: Sequence[tuple[str, float]]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    weights: bool = True
+
+    def of(self, system: System) -> dict[str, Any]:
+        """Returns the settings of one of Baton's systems."""
+        ttft_ms, itl_ms = self.slo.ttft_s * 1e3, self.slo.itl_s * 1e3
+        steps = {"steps": {"longest_gap_ms": 3 * itl_ms}} if system == "long gaps" else {}
+        targets = {"interactive": {"ttft_ms": ttft_ms, "itl_ms": itl_ms}}
+        return {
+            **self.settings,
+            **steps,
+            "elastic": system != "strict",
+            "scaling": {"targets": targets},
+        }
+
+
+def two_cores(engine_args: Mapping[str, Any]) -> Ground:
+    arguments = {**systems.engine_args("demo-88m", 64), "max_num_batched_tokens": 2048}
+    return Ground(
+        model="demo-88m",
+        engine_args={**arguments, **engine_args},
+        slo=Slo(ttft_s=3.0, itl_s=0.05),
+        mixes=_mixes(mixed_load.SHORT, mixed_load.LONG, mixed_load.Kind("short", 64, 256)),
+        uncounted_rate=2.0,
+        cases=[("quarter", 1.2), ("quarter", 2.0), ("quarter", 3.2), ("long", 1.8)],
+    )
+
+
+def one_gpu(engine_args: Mapping[str, Any]) -> Ground:
+    short, long = mixed_load.Kind("short", 256, 128), mixed_load.Kind("long", 8000, 16)
+    return Ground(
+        model=gpu.MODEL,
+        engine_args={
+            **gpu.ENGINE_ARGS,
+            # Two engines share the memory of the GPU.
+            "gpu_memory_utilization": 0.42,
+            "kv_cache_memory_bytes": 8 * gpu.LONGEST_PROMPT * gpu.TOKEN_BYTES,
+            "max_num_seqs": 64,
+            **engine_args,
+        },
+        slo=Slo(ttft_s=1.0, itl_s=0.03),
+        mixes=_mixes(short, long, short),
+        uncounted_rate=3.0,
+        cases=[("quarter", 2.0), ("quarter", 4.0), ("long", 2.0)],
+        settings={"kv_transfer": gpu.KV_TRANSFER},
+        weights=False,
+    )
+
+
+def _mixes(short: Kind, long: Kind, alone: Kind) -> dict[str, Mix]:
+    made = Mix(short, long), Mix(short, long, long_share=0.7), Mix(alone, long, long_share=0.0)
+    return dict(zip(MIXES, made, strict=True))
 
 
 def plain_sender(http: aiohttp.ClientSession, server: systems.Process) -> mixed_load.Send:
@@ -79,11 +144,11 @@ def round_robin(senders: Sequence[mixed_load.Send]) -> mixed_load.Send:
 
 @contextlib.asynccontextmanager
 async def plain(
-    arguments: dict[str, Any], cores: tuple[str, str], wanted: Sequence[System]
+    ground: Ground, model: str, cores: tuple[str, str], wanted: Sequence[System]
 ) -> AsyncIterator[dict[System, mixed_load.Send]]:
     """Two plain servers, and the balancers in front of them."""
     timeout = aiohttp.ClientTimeout(total=streams.REQUEST_TIMEOUT_S)
-    with systems.plain_pair(demo_model.ensure(MODEL), arguments, cores) as servers:
+    with systems.plain_pair(model, dict(ground.engine_args), cores) as servers:
         async with aiohttp.ClientSession(timeout=timeout) as http:
             senders = [plain_sender(http, one) for one in servers]
             balancers = {
@@ -95,15 +160,10 @@ async def plain(
 
 @contextlib.asynccontextmanager
 async def baton(
-    arguments: dict[str, Any], cores: tuple[str, str], system: System
+    ground: Ground, model: str, cores: tuple[str, str], system: System
 ) -> AsyncIterator[mixed_load.Send]:
-    settings = {
-        **BATON[system],
-        "scaling": {
-            "targets": {"interactive": {"ttft_ms": SLO.ttft_s * 1e3, "itl_ms": SLO.itl_s * 1e3}}
-        },
-    }
-    with systems.baton(demo_model.ensure(MODEL), arguments, cores, settings) as cluster:
+    arguments, settings = dict(ground.engine_args), ground.of(system)
+    with systems.baton(model, arguments, cores, settings) as cluster:
         async with BatonClient(cluster.coordinator.address) as client:
             await cluster.wait_ready(client)
 
@@ -118,9 +178,9 @@ async def baton(
             yield send
 
 
-def row(system: System, case: dict[str, Any], answers: list[Answer]) -> dict[str, Any]:
+def row(system: System, case: dict[str, Any], answers: list[Answer], slo: Slo) -> dict[str, Any]:
     """Returns the figures of one run."""
-    found = mixed_load.summary(answers, SLO)
+    found = mixed_load.summary(answers, slo)
     names = ("short_ttft_p50_ms", "short_ttft_p90_ms", "long_ttft_p50_ms", "itl_p99_ms")
     shares = ("met_share", "short_met_share", "long_met_share")
     return {
@@ -152,42 +212,45 @@ def half_busy(core: str, *, wanted: bool) -> Iterator[None]:
         yield
 
 
-async def measure(given: argparse.Namespace) -> None:
-    """Prints one line of JSON per run."""
-    arguments = systems.engine_args(MODEL, 64)
-    arguments["max_num_batched_tokens"] = 2048
+async def measure(given: argparse.Namespace, ground: Ground, model: str) -> None:
+    """Prints one line of JSON per run, and saves all runs after each."""
+    rows: list[dict[str, Any]] = []
     cores = sorted(os.sched_getaffinity(0))
     pair = str(cores[0]), str(cores[1 % len(cores)])
     cases = [
         {"mix": mix, "rate": rate, "seed": seed, "half_busy": busy}
-        for mix, rate in given.cases
+        for mix, rate in given.cases or ground.cases
         for busy in ([False, True] if given.half_busy else [False])
         for seed in given.seeds
     ]
 
     async def run(system: System, send: mixed_load.Send) -> None:
-        uncounted = mixed_load.arrivals(f"first {system}", UNCOUNTED_RATE, given.uncounted)
+        uncounted = mixed_load.arrivals(
+            f"first {system}", ground.uncounted_rate, given.uncounted, ground.mixes["quarter"]
+        )
         await mixed_load.open_loop(send, uncounted)
         for case in cases:
             await asyncio.sleep(SPIN_S)
             seed = f"{case['mix']} {case['rate']} {case['half_busy']} {case['seed']}"
-            mix = MIXES[case["mix"]]
+            mix = ground.mixes[case["mix"]]
             # The plain servers get no prompt twice, so their prefix caches have no effect.
             shift = int(system == "least loaded")
             load = mixed_load.arrivals(seed, case["rate"], given.requests, mix, shift=shift)
             with half_busy(pair[0], wanted=case["half_busy"]):
                 answers = await mixed_load.open_loop(send, load)
-            print(json.dumps(row(system, case, answers)), flush=True)
+            rows.append(row(system, case, answers, ground.slo))
+            print(json.dumps(rows[-1]), flush=True)
+            stats.save(rows, given.json)
             if given.budget and system in BATON:
                 print(json.dumps(budget(answers)), file=sys.stderr, flush=True)
 
     if {"round robin", "least loaded"} & set(given.systems):
-        async with plain(arguments, pair, given.systems) as senders:
+        async with plain(ground, model, pair, given.systems) as senders:
             for name, send in senders.items():
                 await run(name, send)
     for name in given.systems:
         if name in BATON:
-            async with baton(arguments, pair, name) as send:
+            async with baton(ground, model, pair, name) as send:
                 await run(name, send)
 
 
@@ -205,9 +268,8 @@ def main() -> None:
         "--cases",
         type=case,
         nargs="+",
-        default=[("quarter", 1.2), ("quarter", 2.0), ("quarter", 3.2), ("long", 1.8)],
         help="MIX:RATE in requests/s. Mixes: quarter (a quarter of the prompts is long), long "
-        "(70 %% are), short (none is, with 256 tokens of output).",
+        "(70 %% are), short (none is).",
     )
     parser.add_argument("--requests", type=int, default=60, help="Requests of one run.")
     parser.add_argument(
@@ -220,9 +282,20 @@ def main() -> None:
     parser.add_argument(
         "--budget", action="store_true", help="Print the stages of Baton's requests to stderr."
     )
+    parser.add_argument(
+        "--gpu", action="store_true", help="An 8B model with random weights; both engines share it."
+    )
+    parser.add_argument(
+        "--engine-args", type=json.loads, default={}, help="Further arguments of vLLM, as JSON."
+    )
+    parser.add_argument("--json", type=Path, default=Path("bench/results/colocated.json"))
     given = parser.parse_args()
     interrupts.on_sigterm()
-    asyncio.run(measure(given))
+    ground = (one_gpu if given.gpu else two_cores)(given.engine_args)
+    with tempfile.TemporaryDirectory() as root:
+        directory = None if ground.weights else Path(root)
+        model = demo_model.ensure(ground.model, weights=ground.weights, root=directory)
+        asyncio.run(measure(given, ground, model))
 
 
 if __name__ == "__main__":

@@ -42,10 +42,8 @@ ENGINE_ARGS: dict[str, Any] = {
     "kv_cache_memory_bytes": 4 * LONGEST_PROMPT * TOKEN_BYTES,
 }
 STAGING_BYTES = 3 * LONGEST_PROMPT * TOKEN_BYTES
-SETTINGS = {
-    "decode": {"local_prefill": False},
-    "kv_transfer": {"send_bytes": STAGING_BYTES, "receive_bytes": STAGING_BYTES},
-}
+KV_TRANSFER = {"send_bytes": STAGING_BYTES, "receive_bytes": STAGING_BYTES}
+SETTINGS = {"decode": {"local_prefill": False}, "kv_transfer": KV_TRANSFER}
 
 
 async def run(arguments: argparse.Namespace, model: str) -> Results:

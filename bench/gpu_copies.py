@@ -1,6 +1,6 @@
 """Measures gathers and scatters of KV blocks on a GPU, with the limits of its bus and memory.
 
-    python -m baton.bench.gpu_copies
+    python -m baton.bench.gpu_copies --json gpu-copies.json
 
 Needs a CUDA GPU. The block shapes are those of one layer of Llama-8B, and of one of eight ranks of
 Llama-70B. Every line is the median of several runs in this process. A "step" is 32 layers of 4,096
@@ -9,17 +9,17 @@ tokens in blocks scattered over the cache.
 
 from __future__ import annotations
 
+import argparse
 import mmap
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from baton.kvtransfer.connector.block_copies import Run
 from baton.kvtransfer.connector.cuda_copies import CudaCopies
@@ -27,7 +27,10 @@ from baton.kvtransfer.connector.paged_cache import PagedCache
 from baton.kvtransfer.control import split_blocks
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES, checksum
 from baton.kvtransfer.layout import KvLayout
+from baton.load import stats
 
+# Lines of a table by column.
+Rows = list[dict[str, Any]]
 _LAYERS, _TOKENS, _BLOCK_TOKENS, _HEAD_SIZE = 32, 4096, 16, 128
 _SHAPES = {"Llama-8B": 8, "Llama-70B / 8": 1}
 # Physical orders of [blocks, heads, tokens, content].
@@ -172,19 +175,59 @@ def _computing() -> Callable[[], None]:
     return compute
 
 
-def _slots_table() -> Table:
+def _orders() -> Rows:
+    """Returns the speeds by shape and order of the cache, pinned and not."""
+    made = []
+    for shape, heads in _SHAPES.items():
+        for name, order in _ORDERS.items():
+            for pin in (True, False):
+                step = _Step(heads, order, pin=pin)
+                made.append(
+                    {
+                        "block": shape,
+                        "order in memory": name,
+                        "staging": "pinned" if step.copies.pinned else "bounced",
+                        **_speeds(step),
+                    }
+                )
+                step.copies.close()
+    return made
+
+
+def _slots() -> Rows:
     """Returns the speeds with slots of several sizes, which take the same memory together."""
-    title = "slots of 64 MiB together, Llama-8B"
-    table = Table("MiB", "gather GB/s", "scatter GB/s", "ms to launch a layer", title=title)
+    made = []
     for mebibytes in (2, 4, 8, 16, 32):
         slots = {"slot_bytes": mebibytes * 2**20, "num_slots": 64 // mebibytes}
         step = _Step(8, _ORDERS["tokens, heads"], pin=True, **slots)
-        gather = _gb_per_s(step.num_bytes, step.gather)
-        scatter = _gb_per_s(step.num_bytes, step.scatter)
-        launch_ms = _launch_s(step) * 1e3
-        table.add_row(str(mebibytes), f"{gather:.1f}", f"{scatter:.1f}", f"{launch_ms:.3f}")
+        launch_ms = round(_launch_s(step) * 1e3, 3)
+        made.append({"slot MiB": mebibytes, **_speeds(step), "ms to launch a layer": launch_ms})
         step.copies.close()
-    return table
+    return made
+
+
+def _beside_a_model() -> Rows:
+    """Returns how long a model of 32 layers takes alone, and with its gathers."""
+    step, compute = _Step(8, _ORDERS["tokens, heads"], pin=True), _computing()
+    seconds = {
+        "alone": _seconds(lambda: [compute() for _ in range(_LAYERS)]),
+        "with its gathers, until the last byte is in staging": _seconds(
+            lambda: step.gather(compute)
+        ),
+        "gathers alone": _seconds(step.gather),
+        "host time to launch one layer's gathers": _launch_s(step),
+    }
+    step.copies.close()
+    return [
+        {"model of 32 layers": name, "ms": round(each * 1e3, 3)} for name, each in seconds.items()
+    ]
+
+
+def _speeds(step: _Step) -> dict[str, float]:
+    return {
+        "gather GB/s": round(_gb_per_s(step.num_bytes, step.gather), 1),
+        "scatter GB/s": round(_gb_per_s(step.num_bytes, step.scatter), 1),
+    }
 
 
 def _launch_s(step: _Step) -> float:
@@ -196,39 +239,25 @@ def _launch_s(step: _Step) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, default=Path("bench/results/gpu-copies.json"))
+    given = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("torch sees no CUDA GPU")
-    console = Console()
-    step = _Step(8, _ORDERS["tokens, heads"], pin=True)
-    ceilings = Table("ceiling", "GB/s", title=torch.cuda.get_device_name())
-    for name, speed in _ceilings(step.num_bytes).items():
-        ceilings.add_row(name, f"{speed:.1f}")
-    console.print(ceilings)
-
-    table = Table("block", "order in memory", "staging", "gather GB/s", "scatter GB/s")
-    for shape, heads in _SHAPES.items():
-        for name, order in _ORDERS.items():
-            for pin in (True, False):
-                each = _Step(heads, order, pin=pin)
-                gather = _gb_per_s(each.num_bytes, each.gather)
-                scatter = _gb_per_s(each.num_bytes, each.scatter)
-                way = "pinned" if each.copies.pinned else "bounced"
-                table.add_row(shape, name, way, f"{gather:.1f}", f"{scatter:.1f}")
-                each.copies.close()
-    console.print(table)
-
-    console.print(_slots_table())
-
-    compute = _computing()
-    alone_s = _seconds(lambda: [compute() for _ in range(_LAYERS)])
-    table = Table("model of 32 layers", "ms")
-    table.add_row("alone", f"{alone_s * 1e3:.1f}")
-    hidden_s = _seconds(lambda: step.gather(compute))
-    table.add_row("with its gathers, until the last byte is in staging", f"{hidden_s * 1e3:.1f}")
-    table.add_row("gathers alone", f"{_seconds(step.gather) * 1e3:.1f}")
-    table.add_row("host time to launch one layer's gathers", f"{_launch_s(step) * 1e3:.3f}")
-    console.print(table)
-    step.copies.close()
+        parser.error("torch sees no CUDA GPU")
+    num_bytes = 2 * _LAYERS * _TOKENS * 8 * 2 * _HEAD_SIZE
+    found = {
+        "ceilings": [
+            {"ceiling": name, "GB/s": round(speed, 1)}
+            for name, speed in _ceilings(num_bytes).items()
+        ],
+        "orders": _orders(),
+        "slots of 64 MiB together": _slots(),
+        "beside a model": _beside_a_model(),
+    }
+    stats.save({"device": torch.cuda.get_device_name(), **found}, given.json)
+    for title, rows in found.items():
+        cells = [[str(value) for value in row.values()] for row in rows]
+        stats.print_table(title, list(rows[0]), cells)
 
 
 if __name__ == "__main__":

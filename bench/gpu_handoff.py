@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, Part, Push
 from baton.kvtransfer.connector.rank_half import RankHalf
 from baton.kvtransfer.control import EnginePort, TransferClient
 from baton.kvtransfer.layout import KvLayout
+from baton.load import stats
 from baton.runtime.config import KvTransferConfig
 from baton.v1 import kv_transfer_pb2
 
@@ -196,30 +195,30 @@ def median(call: Callable[[], float], num_runs: int) -> float:
     return statistics.median([call() for _ in range(num_runs + 2)][2:])
 
 
-def table(prompt_tokens: list[int], num_runs: int) -> Table:
-    made = Table(title=f"{torch.cuda.get_device_name()}, medians of {num_runs} runs, ms")
-    for name in (
-        "tokens", "MB", "step alone", "with handoff", "launched after", "until committed",
-        "until loaded", "GB/s of the load",
-    ):  # fmt: skip
-        made.add_column(name, justify="right")
-    for num_tokens in prompt_tokens:
-        alone, times = asyncio.run(measure(num_tokens, num_runs))
-        num_bytes = LAYOUT.handoff_bytes(num_tokens // TOKENS)
-        columns = [alone, times.computed, times.launched, times.committed, times.loaded]
-        made.add_row(
-            str(num_tokens),
-            f"{num_bytes / 1e6:.0f}",
-            *(f"{seconds * 1e3:.1f}" for seconds in columns),
-            f"{num_bytes / times.loaded / 1e9:.1f}",
-        )
-    return made
+def row(num_tokens: int, num_runs: int) -> dict[str, float]:
+    """Returns the medians for one prompt length, in ms."""
+    alone, times = asyncio.run(measure(num_tokens, num_runs))
+    num_bytes = LAYOUT.handoff_bytes(num_tokens // TOKENS)
+    seconds = {
+        "step alone": alone,
+        "with handoff": times.computed,
+        "launched after": times.launched,
+        "until committed": times.committed,
+        "until loaded": times.loaded,
+    }
+    return {
+        "tokens": num_tokens,
+        "MB": round(num_bytes / 1e6),
+        **{name: round(each * 1e3, 2) for name, each in seconds.items()},
+        "GB/s of the load": round(num_bytes / times.loaded / 1e9, 1),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--json", type=Path, default=Path("bench/results/gpu-handoff.json"))
     arguments = parser.parse_args()
     if not all(tokens > 0 and tokens % TOKENS == 0 for tokens in arguments.prompt_tokens):
         parser.error(f"--prompt-tokens: must be multiples of {TOKENS}")
@@ -227,7 +226,11 @@ def main() -> None:
         parser.error("--runs: must be at least 1")
     if not torch.cuda.is_available():
         parser.error("torch sees no CUDA GPU")
-    Console().print(table(arguments.prompt_tokens, arguments.runs))
+    device = torch.cuda.get_device_name()
+    rows = [row(num_tokens, arguments.runs) for num_tokens in arguments.prompt_tokens]
+    stats.save({"device": device, "runs": arguments.runs, "handoffs": rows}, arguments.json)
+    title = f"{device}, medians of {arguments.runs} runs, ms"
+    stats.print_table(title, list(rows[0]), [[str(one) for one in each.values()] for each in rows])
 
 
 if __name__ == "__main__":

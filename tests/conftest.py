@@ -38,8 +38,10 @@ _SHARED_ENGINES = (
     "test_tensor_parallel.py",
     "test_wrong_requests.py",
 )
+# The tests of each model in this file share engines.
+_BY_MODEL = "tests/vllm/test_other_models.py"
 # The units that take longest run first, because the last unit of a run should be a short one.
-_LONGEST = ("tests/vllm/test_other_models.py", "tests/vllm/test_drafts.py", _VLLM)
+_LONGEST = (_BY_MODEL, "tests/vllm/test_drafts.py", _VLLM)
 # Proofs of each marked test, by node ID.
 _PROOFS = pytest.StashKey[dict[str, list[str]]]()
 
@@ -60,7 +62,11 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Notes what each test proves, before tests are selected by marks and names."""
+    # pytest-xdist sets it in its workers.
+    by_model = getattr(config.option, "loadgroup", False)
     for item in items:
+        if by_model:
+            item.add_marker(pytest.mark.xdist_group(_group(item)))
         proofs = set[str]()
         for mark in item.iter_markers("proves"):
             what, how = mark.args
@@ -91,7 +97,8 @@ class ProofRecorder:
         if self._has_gpu and not {"gpu", "vllm"} & report.keywords.keys():
             # The test runs on the CPU of this machine.
             return
-        file, _, name = report.nodeid.partition("::")
+        # pytest-xdist adds the name of the test's group.
+        file, _, name = report.nodeid.partition("@")[0].partition("::")
         test = self._files.setdefault(file, {}).setdefault(name, {"proves": proofs})
         if test.get("outcome") != "failed":
             test["outcome"] = report.outcome
@@ -126,6 +133,17 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
         again = f"BATON_SEEDS={seed + 1} pytest '{item.nodeid}'"
         report.sections.append((f"seed {seed}", f"run it again: {again}"))
     return report
+
+
+def _group(item: pytest.Item) -> str:
+    """Returns the unit of work of `--dist loadgroup`: engines of one model, or a file."""
+    file = item.nodeid.partition("::")[0]
+    if file.removeprefix(_VLLM) in _SHARED_ENGINES:
+        return _VLLM
+    if file == _BY_MODEL:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        return f"{file} {parameters.get('model', 'fp8' if 'fp8' in item.name else 'latent')}"
+    return file
 
 
 def _kind(file: str) -> str:

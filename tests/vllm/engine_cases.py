@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import vllm_cases as cases
 
-MODEL, RANKS = "demo-2-layers", 2
+MODEL, RANKS = "demo-2-layers", cases.num_ranks(2)
 SHARED = 4 * cases.BLOCK_SIZE
 # The caches have 64 blocks; host memory holds four times as many. A block has 32 KiB in all layers
 # and ranks.

@@ -30,6 +30,7 @@ ENGINE_ARGS = {
     "max_num_seqs": 8,
     # The cache has 64 blocks; the cases overflow it several times.
     "kv_cache_memory_bytes": 2**20,
+    **cases.SHARED_GPU,
 }
 STAGING = KvTransferConfig(send_bytes=16 * 2**20, receive_bytes=16 * 2**20)
 # Four ranks may share two cores with other tests, and the first steps of a process are its slowest.

@@ -194,12 +194,13 @@ def _latent() -> Any:
     )
 
 
-ENGINE_ARGS = {
+ENGINE_ARGS: dict[str, Any] = {
     "kv_cache_memory_bytes": 2**23,
+}
+if not cases.NUM_GPUS:
     # On CPUs vLLM's rotation treats the rotated part of a query as all of it: without scaled
     # positions, latent attention is wrong for prompts of several tokens.
-    "compilation_config": {"custom_ops": ["-rotary_embedding"]},
-}
+    ENGINE_ARGS["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
 CONFIGS = {
     "windowed": _windowed,
     "gpt-oss": _gpt_oss,
@@ -219,12 +220,16 @@ OWN_ARGS: dict[str, dict[str, Any]] = {
     # vLLM's CPU kernels for gated delta nets support only this type.
     "recurrent": {"dtype": "bfloat16"},
     "recurrent, 8 layers": {"dtype": "bfloat16"},
-    # vLLM's CPU kernels for Mamba2 keep no states for the prefix cache.
-    **{
-        name: {"enable_prefix_caching": False}
-        for name in ("nemotron", "granite", "falcon", "mamba")
-    },
+    "mamba": {"enable_prefix_caching": False},
 }
+if cases.NUM_GPUS:
+    # vLLM's GPU kernels for latents take no float32.
+    OWN_ARGS["latent"] = {"dtype": "bfloat16"}
+else:
+    # vLLM's CPU kernels for Mamba2 keep no states for the prefix cache.
+    OWN_ARGS |= {
+        name: {"enable_prefix_caching": False} for name in ("nemotron", "granite", "falcon")
+    }
 
 
 def make(name: str, directory: Path) -> str:
@@ -288,7 +293,7 @@ async def run(name: str, ranks: list[int], given: dict[str, Any]) -> dict[str, A
                 str(directory / socket),
                 # In bfloat16, answers depend on the chunks of a prompt, which Baton's scheduler
                 # chooses by the time that steps take.
-                scheduler="vllm" if name == "recurrent" else "baton",
+                scheduler="vllm" if "dtype" in OWN_ARGS.get(name, {}) else "baton",
                 **engine_args,
             )
             sides.append(await stack.enter_async_context(begun))

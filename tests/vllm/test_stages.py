@@ -11,7 +11,11 @@ import pytest
 import vllm_cases as cases
 from vllm_programs import Program
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(cases.NUM_GPUS == 1, reason="an engine of two stages needs two GPUs"),
+]
 
 # Number of stages of each engine of a model, and from which engine to which handoffs go.
 MODELS = {

@@ -17,7 +17,11 @@ from vllm_programs import PlainVllm, Program
 
 from baton.runtime import demo_model
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(RANKS == 1, reason="an engine of two ranks needs two GPUs"),
+]
 
 GONE_TIMEOUT_S = 120.0
 

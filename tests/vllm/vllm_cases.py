@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+NUM_GPUS = torch.cuda.device_count()
 # Several engines share a GPU; vLLM wants this share to be free when it starts.
-SHARED_GPU = {"gpu_memory_utilization": 0.1} if torch.cuda.is_available() else {}
+SHARED_GPU = {"gpu_memory_utilization": 0.05} if NUM_GPUS else {}
 BLOCK_SIZE = 32
 CHUNK = 256
 MAX_MODEL_LEN = 1024
@@ -43,6 +44,11 @@ LIST_SCHEMA = (
 )
 
 Case = dict[str, Any]
+
+
+def num_ranks(wanted: int) -> int:
+    """Returns the ranks of an engine: on GPUs, at most one for each of them."""
+    return min(wanted, NUM_GPUS) if NUM_GPUS else wanted
 
 
 def prompt(length: int, seed: int) -> list[int]:
