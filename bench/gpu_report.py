@@ -65,13 +65,14 @@ class Check:
     read: Callable[[Path], Any]
 
 
-def checks(directory: Path, engine_args: str, num_processes: int) -> list[Check]:
+def checks(directory: Path, engine_args: str, num_processes: int, tests_s: float) -> list[Check]:
     """Returns all checks, in their order.
 
     Args:
         directory: Where they write their files.
         engine_args: Further arguments of vLLM in the benchmarks, as JSON.
         num_processes: Test processes at a time.
+        tests_s: Longest time of the tests in seconds.
     """
 
     def bench(name: str, module: str, limit_s: float, *arguments: str) -> Check:
@@ -86,7 +87,7 @@ def checks(directory: Path, engine_args: str, num_processes: int) -> list[Check]
     pytest += ["--proofs", str(proofs), "--junitxml", str(junit)]
     engines = ["--engine-args", engine_args]
     return [
-        Check("tests", pytest, 300, junit, outcomes),
+        Check("tests", pytest, tests_s, junit, outcomes),
         bench("copies", "gpu_copies", 60),
         bench("handoff", "gpu_handoff", 60),
         bench("ttft", "gpu", 240, "--repeats", "12", *engines),
@@ -152,12 +153,13 @@ def machine() -> dict[str, Any]:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    names = [one.name for one in checks(Path("."), "{}", 1)]
+    names = [one.name for one in checks(Path("."), "{}", 1, 1)]
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="which checks run")
     parser.add_argument(
         "--engine-args", default="{}", help="further arguments of vLLM in the benchmarks, as JSON"
     )
     parser.add_argument("--processes", type=int, default=6, help="test processes at a time")
+    parser.add_argument("--tests-s", type=float, default=300, help="longest time of the tests")
     parser.add_argument("--json", type=Path, default=Path("bench/results/gpu-report.json"))
     given = parser.parse_args()
     if not (ROOT / "tests").is_dir():
@@ -173,7 +175,7 @@ def main() -> None:
     directory = given.json.parent.resolve()
     directory.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"machine": machine(), "checks": {}}
-    for check in checks(directory, given.engine_args, given.processes):
+    for check in checks(directory, given.engine_args, given.processes, given.tests_s):
         if check.name not in given.only:
             continue
         found = report["checks"][check.name] = run(check, directory / f"{check.name}.log")
