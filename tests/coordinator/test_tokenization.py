@@ -294,6 +294,26 @@ def test_chats_with_tools_are_rendered_with_the_template_for_tools(fresh_model_d
     tokenizer.close()
 
 
+def test_a_further_default_replaces_the_tokenizers_template_but_not_the_processors(
+    fresh_model_dir,
+):
+    """As in transformers, whose tokenizers and processors have different rules."""
+    directory = fresh_model_dir
+    (directory / "chat_template.jinja").write_text(ROLES)
+    (directory / "additional_chat_templates").mkdir()
+    further = "further {{ tools is not none }} " + ROLES
+    (directory / "additional_chat_templates" / "default.jinja").write_text(further)
+    tokenizer = Tokenizer(str(directory))
+    assert tokenizer.render(chat(("user", "hi"))) == "further False user:hi|"
+    assert tokenizer.render(chat(("user", "hi"), tools=TOOLS)) == "further True user:hi|"
+    tokenizer.close()
+    (directory / "processor_config.json").write_text('{"processor_class": "LlavaProcessor"}')
+    tokenizer = Tokenizer(str(directory))
+    assert tokenizer.render(chat(("user", "hi"))) == "user:hi|"
+    assert tokenizer.render(chat(("user", "hi"), tools=TOOLS)) == "further True user:hi|"
+    tokenizer.close()
+
+
 def test_a_default_template_also_renders_tools(fresh_model_dir):
     listed = [{"name": "default", "template": WITH_TOOLS}, {"name": "rag", "template": ROLES}]
     set_settings(fresh_model_dir, chat_template=listed)
