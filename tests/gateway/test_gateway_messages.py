@@ -5,35 +5,23 @@ import json
 
 import httpx2 as httpx
 import pytest
-import pytest_asyncio
 from thinker import ANSWER, THINK
 from thinking_gateway import (
     LENGTH,
+    MARKS,
     OSLO,
     STOP,
     TURNS,
     WAIT_S,
     WEATHER,
     call,
-    served,
+    gateway_fixture,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def gateway(tmp_path_factory):
-    async with served(tmp_path_factory.mktemp("gateway")) as gateway:
-        yield gateway
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def json_gateway(tmp_path_factory):
-    """A gateway whose tool parser takes the whole output as the arguments of a named tool."""
-    directory = tmp_path_factory.mktemp("json_gateway")
-    async with served(directory, tool_call_parser="pythonic") as gateway:
-        yield gateway
-
+pytestmark = MARKS
+gateway = gateway_fixture()
+# Its tool parser takes the whole output as the arguments of a named tool.
+json_gateway = gateway_fixture(tool_call_parser="pythonic")
 
 TEXT = {"type": "text", "text": "a"}
 
