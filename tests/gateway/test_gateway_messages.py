@@ -280,6 +280,19 @@ DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/p
             "messages[0].content[0].type",
             {"messages": [{"role": "user", "content": [DOCUMENT]}, PREFILL]},
         ),
+        *(
+            ("messages[2].content", {"messages": [*TURNS, PREFILL, {"role": "user", **empty}]})
+            for empty in (
+                {"content": ""},
+                {"content": []},
+                {"content": [{**TEXT, "text": ""}]},
+                {"content": [THINKING, {"type": "tool_reference", "tool_name": "weather"}]},
+            )
+        ),
+        (
+            "messages[0].content",
+            {"messages": [{"role": "user", "content": []}, PREFILL, *TURNS]},
+        ),
     ],
 )
 async def test_what_messages_cannot_honour_is_refused(gateway, field, body):
@@ -345,6 +358,40 @@ async def test_unknown_blocks_in_earlier_turns_are_left_out_with_a_word(gateway)
     async with gateway.anthropic() as client:
         counted = await client.messages.count_tokens(model="scripted", messages=turns)
     assert counted.input_tokens > 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [THINKING],
+        [{"type": "redacted_thinking", "data": "a"}],
+        [THINKING, SEARCH, FOUND],
+        [{**TEXT, "text": ""}],
+        [],
+        "",
+    ],
+)
+async def test_an_earlier_turn_of_the_assistant_without_a_text_is_not_empty(gateway, content):
+    """Some chat templates refuse empty turns, and many expect user and assistant in turn."""
+    turns = [*TURNS, {"role": "assistant", "content": content}, *TURNS]
+    request, _ = await gateway.message("Cold.", messages=turns)
+    question = ("user", TURNS[0]["content"])
+    told = [(turn.role, turn.content) for turn in request.chat.messages]
+    assert told == [question, ("assistant", "[no text]"), question]
+    fields = request.chat.messages[1].fields
+    reasoning = json.loads(fields or "{}").get("reasoning")
+    assert reasoning == ("Oslo is north" if THINKING in list(content) else None)
+
+
+async def test_a_turn_of_the_assistant_with_only_calls_has_no_text(gateway):
+    turns = [
+        *TURNS,
+        {"role": "assistant", "content": [THINKING, TOOL_USE]},
+        {"role": "user", "content": [RESULT, {**TEXT, "text": ""}]},
+    ]
+    request, _ = await gateway.message("Cold.", messages=turns)
+    told = [(turn.role, turn.content) for turn in request.chat.messages]
+    assert told[1:] == [("assistant", ""), ("tool", "")]
 
 
 async def test_a_client_with_threads_sends_the_whole_conversation_instead(gateway):
