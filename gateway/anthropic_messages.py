@@ -57,6 +57,8 @@ _RESULT_PARTS = ("text", "image", "tool_reference")
 _BLOCKS = get_args(AnthropicContentBlock.model_fields["type"].annotation)
 # How the types of blocks of tools at Anthropic end, such as web_search_tool_result, mcp_tool_use.
 _OF_SERVER_TOOLS = ("_tool_use", "_tool_result")
+# Text of an assistant's turn that has neither a text nor calls, such as a thought that was cut off.
+_NO_TEXT = "[no text]"
 # The coordinator's limit for the ID of a session.
 _MAX_SESSION_CHARS = 256
 # How an event with a part of a content block begins, and the fields of its delta with a text.
@@ -317,6 +319,7 @@ def _converted(
             continued then counts as a finished one.
     """
     _check_results(request.messages)
+    _check_user_turns(request.messages)
     _separate_system_texts(request)
     try:
         # Most chat templates refuse a system turn after the first one.
@@ -328,7 +331,8 @@ def _converted(
     found: dict[str, Any] = chat.model_dump(
         mode="json", exclude_unset=True, exclude_none=True, by_alias=True
     )
-    found["messages"] = _with_images_last(_with_references_as_text(found["messages"]))
+    turns = map(_with_text, _with_references_as_text(found["messages"]))
+    found["messages"] = _with_images_last(turns)
     try:
         is_begun = _has_prefill(request)
     except HttpError:
@@ -418,6 +422,39 @@ def _check_results(messages: Sequence[AnthropicMessage]) -> None:
                 else:
                     allowed = f"must be {' or '.join(_RESULT_PARTS)}"
                     raise invalid_value(f"{path}.type", kind, allowed)
+
+
+def _check_user_turns(messages: Sequence[AnthropicMessage]) -> None:
+    """Raises HttpError if a turn of the user has no content, as Anthropic's servers do.
+
+    The converter would leave out such a turn, or make an empty one of it.
+    """
+    for number, message in enumerate(messages):
+        content = message.content
+        if message.role != "user":
+            continue
+        if isinstance(content, str):
+            is_empty = not content
+        else:
+            is_empty = not any(
+                block.text if block.type == "text" else block.type in ("image", "tool_result")
+                for block in content
+            )
+        if is_empty:
+            given = content if isinstance(content, str) else [block.type for block in content]
+            allowed = "must have a text that is not empty, an image or a tool_result"
+            raise invalid_value(f"messages[{number}].content", given, allowed)
+
+
+def _with_text(turn: dict[str, Any]) -> dict[str, Any]:
+    """Returns a turn with a text in place of an assistant's empty content.
+
+    A client cannot take such an earlier turn back. Some chat templates, such as Mistral's, refuse
+    an empty turn of the assistant, and many expect user and assistant in turn.
+    """
+    if turn["role"] != "assistant" or turn.get("content") or turn.get("tool_calls"):
+        return turn
+    return {**turn, "content": _NO_TEXT}
 
 
 def _check_fields(path: str, part: dict[str, Any]) -> None:

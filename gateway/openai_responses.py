@@ -384,7 +384,7 @@ def _as_chat_turns(messages: Sequence[Any]) -> list[dict[str, Any]]:
         if isinstance(turn.get("content"), list):
             turn["content"] = [_as_chat_part(part) for part in turn["content"]]
         if len(turns) == 1 and turns[0]["role"] == turn["role"] == "system":
-            turns[0]["content"] = [*_parts(turns[0]), *_parts(turn)]
+            turns[0]["content"] = _on_lines([*_parts(turns[0]), *_parts(turn)])
         else:
             turns.append(turn)
     return turns
@@ -403,6 +403,15 @@ def _as_chat_part(part: Any) -> Any:
 def _parts(turn: dict[str, Any]) -> list[Any]:
     content = turn.get("content", "")
     return content if isinstance(content, list) else [{"type": "text", "text": content}]
+
+
+def _on_lines(parts: list[Any]) -> str | list[Any]:
+    """Joins parts with line breaks if all are texts; a template may write parts without breaks."""
+    texts: list[Any] = [
+        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        for part in parts
+    ]
+    return "\n".join(texts) if all(isinstance(text, str) for text in texts) else parts
 
 
 def _tool_choice(choice: Any) -> Any:

@@ -142,7 +142,7 @@ def from_chat_body(body: ChatBody, request_id: str, headers: Mapping[str, str]) 
     if not body.messages:
         raise invalid_value("messages", [], "must not be empty")
     turns = [message.turn() for message in body.messages]
-    if not all(isinstance(one.content, str) for one in body.messages):
+    if any(one.has_images for one in body.messages):
         if body.return_token_ids:
             raise invalid_value("return_token_ids", True, "must be left out with images")
         if (body.n or 1) > _MAX_IMAGE_CHOICES:

@@ -257,7 +257,8 @@ class Message(LenientModel):
     """One turn of a chat."""
 
     role: str
-    # Parts only if some are images.
+    # Parts if there are several, or if some are images: the coordinator knows whether the chat
+    # template reads parts, and joins texts for the other templates.
     content: str | list[dict[str, Any]] = ""
     name: str | None = None
     tool_calls: _FailsFast[ToolCall] | None = None
@@ -266,6 +267,13 @@ class Message(LenientModel):
     # Reasoning of an earlier assistant turn, by vLLM's current and former names.
     reasoning: str | None = None
     reasoning_content: str | None = None
+
+    @property
+    def has_images(self) -> bool:
+        """Whether some parts of the content are images."""
+        return isinstance(self.content, list) and any(
+            part["type"] == "image_url" for part in self.content
+        )
 
     def turn(self) -> dict[str, Any]:
         """Returns the turn for the chat template, with the reasoning by both of its names."""
@@ -286,14 +294,13 @@ class Message(LenientModel):
 
     @field_validator("content", mode="before")
     @classmethod
-    def _as_text(cls, value: Any) -> Any:
+    def _as_text_or_parts(cls, value: Any) -> Any:
         if not isinstance(value, list):
             return value
         parts = [_content_part(index, part) for index, part in enumerate(value)]
-        if any(part["type"] == "image_url" for part in parts):
+        if len(parts) > 1 or any(part["type"] == "image_url" for part in parts):
             return parts
-        # vLLM joins parts in the same way for templates that take plain text.
-        return "\n".join(part["text"] for part in parts)
+        return parts[0]["text"] if parts else ""
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
@@ -342,7 +349,9 @@ class ChatBody(GenerationBody):
         if not (self.continue_final_message and self.messages):
             return None
         content = self.messages[-1].content
-        return content if isinstance(content, str) else content[-1].get("text", "")
+        if isinstance(content, str):
+            return content
+        return "\n".join(part["text"] for part in content if part["type"] == "text")
 
     @model_validator(mode="after")
     def _has_chosen_tool(self) -> ChatBody:

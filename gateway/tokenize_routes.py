@@ -79,7 +79,7 @@ class TokenizeRoutes:
         if body_fields.messages is not None and not body_fields.messages:
             raise invalid_value("messages", [], "must not be empty")
         for index, message in enumerate(body_fields.messages or ()):
-            if not isinstance(message.content, str):
+            if message.has_images:
                 # Only a worker knows how many tokens an image has.
                 allowed = "must have no images here; an answer's usage counts their tokens"
                 raise invalid_value(f"messages[{index}].content", message.content, allowed)

@@ -112,13 +112,16 @@ class ChatTemplates:
 
 
 def _sources(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name. As in transformers, files replace the templates of the settings.
+    """Templates of the tokenizer by name.
+
+    As in transformers, files replace the templates of the settings, and a further file that is
+    named "default" replaces chat_template.jinja.
 
     Source: transformers, tokenization_utils_base.py, _from_pretrained and get_chat_template.
     """
     paths = {path.stem: path for path in directory.glob(_FURTHER_FILES)}
     if (path := directory / _DEFAULT_FILE).is_file():
-        paths[_DEFAULT] = path
+        paths.setdefault(_DEFAULT, path)
     if paths:
         used = (name for name in (_DEFAULT, _WITH_TOOLS) if name in paths)
         return {name: _text(directory, paths[name]) for name in used}
@@ -146,13 +149,17 @@ def _has_processor(directory: Path, settings: Mapping[str, Any]) -> bool:
 
 
 def _processor_source(directory: Path) -> str | None:
-    """The template of the processor in its own files; the last file has precedence.
+    """The template of the processor; the last of its files has precedence.
 
     Source: vllm/renderers/hf.py, resolve_chat_template; transformers, processing_utils.py,
     get_processor_dict.
     """
     found = [read_json(directory / name).get("chat_template") for name in _PROCESSOR_FILES]
-    return next((source for source in reversed(found) if isinstance(source, str)), None)
+    for source in reversed(found):
+        if isinstance(source, str):
+            return source
+    path = directory / _DEFAULT_FILE
+    return _text(directory, path) if path.is_file() else None
 
 
 class _Generation(jinja2.ext.Extension):

@@ -13,38 +13,66 @@ from collections.abc import Iterator
 from jinja2 import nodes
 
 
+class _NoPlainName(Exception):
+    """A loop or an assignment has another target than a plain name, such as `a, b` or `ns.a`."""
+
+
 def reads_parts(template: nodes.Template) -> bool:
-    """Whether a template has a loop over the parts of a message's content."""
+    """Whether a template has a loop over the parts of a message's content.
+
+    As in vLLM, a template reads texts if a list of messages, a message, or a part of a content is
+    assigned to another target than a plain name.
+    """
+    try:
+        return _has_loop_over_parts(template)
+    except _NoPlainName:
+        return False
+
+
+def _has_loop_over_parts(template: nodes.Template) -> bool:
+    """Like `reads_parts`, but raises _NoPlainName for a target that is no plain name."""
     messages = _names_of_messages(template)
     in_macros = dict[int, set[str]]()
     for macro in template.find_all(nodes.Macro):
         given = set(_arguments_with_content(template, macro, messages))
         for loop in macro.find_all(nodes.For):
-            in_macros.setdefault(id(loop), set()).update(given)
+            # A loop in nested macros belongs to the innermost one that is given a content.
+            in_macros[id(loop)] = given or in_macros.get(id(loop), set())
     for loop in template.find_all(nodes.For):
-        if any(_reads(loop.iter, name, "content") for name in messages):
-            return True
         # As in vLLM, a variable of this name has the content, and so does a macro's argument if the
         # macro is called with the content.
         names = in_macros.get(id(loop), {"content"})
-        if isinstance(loop.iter, nodes.Name) and loop.iter.name in names:
-            return True
+        is_named = isinstance(loop.iter, nodes.Name) and loop.iter.name in names
+        if is_named or any(_reads(loop.iter, name, "content") for name in messages):
+            # The first such loop decides.
+            return bool(_plain_name(loop.target))
     return False
 
 
 def _names_of_messages(template: nodes.Template) -> list[str]:
-    """Names of the variables that hold a message in loops over the messages."""
+    """Names of the variables that hold a message in loops over the messages.
+
+    Raises:
+        _NoPlainName: A list of messages, or a message, has another target than a plain name.
+    """
     lists = ["messages"]
     for name in lists:
         for assigned in template.find_all(nodes.Assign):
-            target = assigned.target
-            if isinstance(target, nodes.Name) and _reads(assigned.node, name):
-                lists += [target.name] if target.name not in lists else []
+            if _reads(assigned.node, name):
+                target = _plain_name(assigned.target)
+                lists += [target] if target not in lists else []
     return [
-        loop.target.name
+        _plain_name(loop.target)
         for loop in template.find_all(nodes.For)
-        if isinstance(loop.target, nodes.Name) and any(_reads(loop.iter, name) for name in lists)
+        if any(_reads(loop.iter, name) for name in lists)
     ]
+
+
+def _plain_name(target: nodes.Node) -> str:
+    """Returns the name of a variable that a loop or an assignment sets."""
+    if not isinstance(target, nodes.Name):
+        raise _NoPlainName
+    return target.name
 
 
 def _arguments_with_content(

@@ -103,7 +103,7 @@ class Tokenizer:
         around = len(chat.template_kwargs) + len(chat.tools)
         for one in chat.messages:
             around += _AROUND_MESSAGE_CHARS + len(one.role) + len(one.fields)
-            around += sum(len(part.text) for part in one.parts)
+            around += _AROUND_MESSAGE_CHARS * len(one.parts)
         return _num_chars(request) + around <= _MAX_INLINE_CHARS
 
     async def prompt_token_ids(self, request: inference_pb2.GenerateRequest) -> array[int]:
@@ -174,8 +174,9 @@ class Tokenizer:
         messages = [_as_template_reads(one) for one in chat.messages]
         if not template.knows_developers and any(one["role"] == "developer" for one in messages):
             messages = _with_developers_as_system(messages)
-        if template.reads_parts:
-            messages = [_with_parts(one) for one in messages]
+        messages = [
+            _with_parts(one) if template.reads_parts else _with_text(one) for one in messages
+        ]
         add = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
         try:
             continued = mark_end(messages) if chat.continue_final_message else None
@@ -217,7 +218,10 @@ def _as_template_reads(message: inference_pb2.ChatMessage) -> dict[str, Any]:
     """
     found: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.parts:
-        found["content"] = _content(message.parts)
+        found["content"] = [
+            {"type": "image"} if part.HasField("image") else {"type": "text", "text": part.text}
+            for part in message.parts
+        ]
     if not message.fields:
         return found
     found |= json.loads(message.fields)
@@ -238,8 +242,10 @@ def _with_developers_as_system(messages: Sequence[dict[str, Any]]) -> list[dict[
     Source: vllm/renderers/hf.py, _convert_developer_to_system and _consolidate_system_messages.
     """
     instructions = [one for one in messages if one["role"] in ("developer", "system")]
-    texts = [text for one in instructions if (text := _text(one["content"]))]
     others = [one for one in messages if one["role"] not in ("developer", "system")]
+    if len(instructions) == 1:
+        return [{"role": "system", "content": instructions[0]["content"]}, *others]
+    texts = [text for one in instructions if (text := _text(one["content"]))]
     return [{"role": "system", "content": "\n\n".join(texts)}, *others]
 
 
@@ -250,27 +256,29 @@ def _text(content: str | list[dict[str, Any]]) -> str:
 
 
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message with its text as a list of one part.
+    """Returns a message with its content as a list of parts.
 
-    As in vLLM, a tool's result stays a text: most templates with parts read results as text.
+    As in vLLM, a tool's result is a text: most templates with parts read results as text.
 
     Source: vllm/renderers/chat_utils.py, _parse_chat_message_content.
     """
     text = message["content"]
-    if message["role"] == "tool" or not isinstance(text, str):
+    if message["role"] == "tool":
+        return _with_text(message)
+    if not isinstance(text, str):
         return message
     return {**message, "content": [{"type": "text", "text": text}]}
 
 
-def _content(parts: Sequence[inference_pb2.ContentPart]) -> str | list[dict[str, Any]]:
-    """Returns texts as one text; templates of models with images take a list of parts."""
-    if not any(part.HasField("image") for part in parts):
-        # vLLM joins parts in the same way for templates that take plain text.
-        return "\n".join(part.text for part in parts)
-    return [
-        {"type": "image"} if part.HasField("image") else {"type": "text", "text": part.text}
-        for part in parts
-    ]
+def _with_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message with its parts as one text, unless some of them are images.
+
+    Source: vllm/renderers/chat_utils.py, _parse_chat_message_content_parts.
+    """
+    content = message["content"]
+    if isinstance(content, str) or any(part["type"] == "image" for part in content):
+        return message
+    return {**message, "content": _text(content)}
 
 
 def _as_object(arguments: Any) -> dict[str, Any]:
@@ -284,7 +292,10 @@ def _as_object(arguments: Any) -> dict[str, Any]:
 
 def _num_chars(request: inference_pb2.GenerateRequest) -> int:
     """Characters of the prompt's own text, without what a template adds."""
-    in_messages = sum(len(message.content) for message in request.chat.messages)
+    in_messages = sum(
+        len(message.content) + sum(len(part.text) for part in message.parts)
+        for message in request.chat.messages
+    )
     return len(request.text) + in_messages
 
 

@@ -30,7 +30,7 @@ _MAX_LOGIT_BIASES = 1024
 _MAX_CHOICES = 1024
 _MAX_GRAMMAR_BYTES = 64 * 2**10
 _MAX_MESSAGES = 4096
-_MAX_PARTS = 1024
+_MAX_PARTS = 16384
 # Variables of chat templates, and fields of chat messages, that the coordinator sets itself.
 # Renderers of vLLM and Transformers take a client's variables as keyword arguments. So variables
 # must not have the name of another argument either: `chat_template`, for example, would replace the

@@ -127,6 +127,42 @@ def test_templates_that_read_parts_are_given_the_text_as_a_part(fresh_model_dir)
     tokenizer.close()
 
 
+TWO_TEXTS = [{"text": "a"}, {"text": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("role", "rendered"),
+    [
+        ("user", "[user](a)(b)"),
+        ("assistant", "[assistant](a)(b)"),
+        ("developer", "[system](a)(b)"),
+        # As in vLLM, the result of a tool is one text.
+        ("tool", "[tool]a\nb"),
+    ],
+)
+def test_several_texts_of_a_message_stay_parts_if_the_template_reads_parts(
+    fresh_model_dir, role, rendered
+):
+    source = (
+        "{% for message in messages %}[{{ message.role }}]"
+        "{% if message.content is string %}{{ message.content }}{% else %}"
+        "{% for part in message.content %}({{ part.text }}){% endfor %}{% endif %}{% endfor %}"
+    )
+    message = inference_pb2.ChatMessage(role=role, parts=TWO_TEXTS)
+    set_settings(fresh_model_dir, chat_template=source)
+    tokenizer = Tokenizer(str(fresh_model_dir))
+    assert tokenizer.render(inference_pb2.ChatPrompt(messages=[message])) == rendered
+    tokenizer.close()
+
+
+def test_several_texts_of_a_message_are_joined_if_the_template_reads_a_text(fresh_model_dir):
+    set_settings(fresh_model_dir, chat_template=ROLES)
+    tokenizer = Tokenizer(str(fresh_model_dir))
+    message = inference_pb2.ChatMessage(role="user", parts=TWO_TEXTS)
+    assert tokenizer.render(inference_pb2.ChatPrompt(messages=[message])) == "user:a\nb|"
+    tokenizer.close()
+
+
 def test_results_of_tools_stay_texts_for_templates_that_read_parts(fresh_model_dir):
     """As in vLLM."""
     source = "{% if message.role == 'tool' %}{{ message.content }}{% else %}|{% endif %}"
@@ -294,6 +330,26 @@ def test_chats_with_tools_are_rendered_with_the_template_for_tools(fresh_model_d
     tokenizer.close()
 
 
+def test_a_further_default_replaces_the_tokenizers_template_but_not_the_processors(
+    fresh_model_dir,
+):
+    """As in transformers, whose tokenizers and processors have different rules."""
+    directory = fresh_model_dir
+    (directory / "chat_template.jinja").write_text(ROLES)
+    (directory / "additional_chat_templates").mkdir()
+    further = "further {{ tools is not none }} " + ROLES
+    (directory / "additional_chat_templates" / "default.jinja").write_text(further)
+    tokenizer = Tokenizer(str(directory))
+    assert tokenizer.render(chat(("user", "hi"))) == "further False user:hi|"
+    assert tokenizer.render(chat(("user", "hi"), tools=TOOLS)) == "further True user:hi|"
+    tokenizer.close()
+    (directory / "processor_config.json").write_text('{"processor_class": "LlavaProcessor"}')
+    tokenizer = Tokenizer(str(directory))
+    assert tokenizer.render(chat(("user", "hi"))) == "user:hi|"
+    assert tokenizer.render(chat(("user", "hi"), tools=TOOLS)) == "further True user:hi|"
+    tokenizer.close()
+
+
 def test_a_default_template_also_renders_tools(fresh_model_dir):
     listed = [{"name": "default", "template": WITH_TOOLS}, {"name": "rag", "template": ROLES}]
     set_settings(fresh_model_dir, chat_template=listed)
@@ -353,6 +409,17 @@ def test_long_tools_leave_the_event_loop(tokenizer):
     )
     short.chat.messages[0].fields = json.dumps({"reasoning": "x" * 10_000})
     assert not tokenizer.is_short(short)
+    many = inference_pb2.ChatMessage(role="user", parts=[{"text": ""}] * 1000)
+    chat_of_many = inference_pb2.ChatPrompt(messages=[many])
+    assert not tokenizer.is_short(inference_pb2.GenerateRequest(chat=chat_of_many))
+
+
+def test_the_texts_of_parts_count_as_a_messages_text(tokenizer):
+    text = "the quick brown fox " * 500
+    whole = inference_pb2.GenerateRequest(chat=chat(("user", text)))
+    message = inference_pb2.ChatMessage(role="user", parts=[{"text": text}])
+    parts = inference_pb2.GenerateRequest(chat=inference_pb2.ChatPrompt(messages=[message]))
+    assert tokenizer.min_tokens(parts) == tokenizer.min_tokens(whole) > 0
 
 
 def test_no_template(fresh_model_dir):

@@ -5,35 +5,23 @@ import json
 
 import httpx2 as httpx
 import pytest
-import pytest_asyncio
 from thinker import ANSWER, THINK
 from thinking_gateway import (
     LENGTH,
+    MARKS,
     OSLO,
     STOP,
     TURNS,
     WAIT_S,
     WEATHER,
     call,
-    served,
+    gateway_fixture,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def gateway(tmp_path_factory):
-    async with served(tmp_path_factory.mktemp("gateway")) as gateway:
-        yield gateway
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def json_gateway(tmp_path_factory):
-    """A gateway whose tool parser takes the whole output as the arguments of a named tool."""
-    directory = tmp_path_factory.mktemp("json_gateway")
-    async with served(directory, tool_call_parser="pythonic") as gateway:
-        yield gateway
-
+pytestmark = MARKS
+gateway = gateway_fixture()
+# Its tool parser takes the whole output as the arguments of a named tool.
+json_gateway = gateway_fixture(tool_call_parser="pythonic")
 
 TEXT = {"type": "text", "text": "a"}
 
@@ -42,6 +30,11 @@ def blocks(message):
     """The content of a message, without generated IDs and signatures."""
     left_out = {"id", "signature", "citations", "caller"}
     return [one.model_dump(exclude_none=True, exclude=left_out) for one in message.content]
+
+
+def texts(turn):
+    """The texts of a turn that the coordinator got."""
+    return [part.text for part in turn.parts] or [turn.content]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -287,6 +280,19 @@ DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/p
             "messages[0].content[0].type",
             {"messages": [{"role": "user", "content": [DOCUMENT]}, PREFILL]},
         ),
+        *(
+            ("messages[2].content", {"messages": [*TURNS, PREFILL, {"role": "user", **empty}]})
+            for empty in (
+                {"content": ""},
+                {"content": []},
+                {"content": [{**TEXT, "text": ""}]},
+                {"content": [THINKING, {"type": "tool_reference", "tool_name": "weather"}]},
+            )
+        ),
+        (
+            "messages[0].content",
+            {"messages": [{"role": "user", "content": []}, PREFILL, *TURNS]},
+        ),
     ],
 )
 async def test_what_messages_cannot_honour_is_refused(gateway, field, body):
@@ -342,16 +348,50 @@ async def test_unknown_blocks_in_earlier_turns_are_left_out_with_a_word(gateway)
         {"role": "user", "content": "And?"},
     ]
     request, _ = await gateway.message("Warm.", messages=turns)
-    assert [(turn.role, turn.content) for turn in request.chat.messages] == [
-        ("user", "[document left out]\n[search_result left out]\na"),
-        ("assistant", "It is cold."),
-        ("user", "And now?"),
-        ("assistant", "[server_tool_use left out]"),
-        ("user", "And?"),
+    assert [(turn.role, texts(turn)) for turn in request.chat.messages] == [
+        ("user", ["[document left out]", "[search_result left out]", "a"]),
+        ("assistant", ["It is cold."]),
+        ("user", ["And now?"]),
+        ("assistant", ["[server_tool_use left out]"]),
+        ("user", ["And?"]),
     ]
     async with gateway.anthropic() as client:
         counted = await client.messages.count_tokens(model="scripted", messages=turns)
     assert counted.input_tokens > 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [THINKING],
+        [{"type": "redacted_thinking", "data": "a"}],
+        [THINKING, SEARCH, FOUND],
+        [{**TEXT, "text": ""}],
+        [],
+        "",
+    ],
+)
+async def test_an_earlier_turn_of_the_assistant_without_a_text_is_not_empty(gateway, content):
+    """Some chat templates refuse empty turns, and many expect user and assistant in turn."""
+    turns = [*TURNS, {"role": "assistant", "content": content}, *TURNS]
+    request, _ = await gateway.message("Cold.", messages=turns)
+    question = ("user", TURNS[0]["content"])
+    told = [(turn.role, turn.content) for turn in request.chat.messages]
+    assert told == [question, ("assistant", "[no text]"), question]
+    fields = request.chat.messages[1].fields
+    reasoning = json.loads(fields or "{}").get("reasoning")
+    assert reasoning == ("Oslo is north" if THINKING in list(content) else None)
+
+
+async def test_a_turn_of_the_assistant_with_only_calls_has_no_text(gateway):
+    turns = [
+        *TURNS,
+        {"role": "assistant", "content": [THINKING, TOOL_USE]},
+        {"role": "user", "content": [RESULT, {**TEXT, "text": ""}]},
+    ]
+    request, _ = await gateway.message("Cold.", messages=turns)
+    told = [(turn.role, turn.content) for turn in request.chat.messages]
+    assert told[1:] == [("assistant", ""), ("tool", "")]
 
 
 async def test_a_client_with_threads_sends_the_whole_conversation_instead(gateway):

@@ -134,6 +134,16 @@ def turns_of(*turns):
     return [one.turn() for one in chat.messages]
 
 
+def test_several_texts_of_a_turn_stay_parts():
+    """Only the coordinator knows whether the chat template reads parts."""
+    turn = {"role": "user", "content": [{"type": "text", "text": text} for text in ("a", "b")]}
+    (made,) = build(turns_of(turn), {}).chat.messages
+    assert (made.content, [part.text for part in made.parts]) == ("", ["a", "b"])
+    turn["content"].pop()
+    (made,) = build(turns_of(turn), {}).chat.messages
+    assert (made.content, len(made.parts)) == ("a", 0)
+
+
 def test_answers_of_other_servers_can_be_sent_back_as_turns():
     """LiteLLM, OpenRouter, Gemini and OpenAI's own helpers have fields that Baton does not have."""
     function = {"name": "f", "arguments": "{}"}

@@ -5,21 +5,25 @@ import json
 
 import httpx2 as httpx
 import pytest
-import pytest_asyncio
 from openai import BadRequestError, NotFoundError
 from scripted_inference import accepted, delta, failed
 from thinker import ANSWER, THINK
-from thinking_gateway import LENGTH, OSLO, RESPONSES_TOOL, STOP, TURNS, WAIT_S, call, served
+from thinking_gateway import (
+    LENGTH,
+    MARKS,
+    OSLO,
+    RESPONSES_TOOL,
+    STOP,
+    TURNS,
+    WAIT_S,
+    call,
+    gateway_fixture,
+)
 
 from baton.runtime.errors import Unavailable
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def gateway(tmp_path_factory):
-    async with served(tmp_path_factory.mktemp("gateway")) as gateway:
-        yield gateway
+pytestmark = MARKS
+gateway = gateway_fixture()
 
 
 def items(response):

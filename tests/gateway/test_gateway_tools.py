@@ -6,12 +6,12 @@ import json
 
 import httpx2 as httpx
 import pytest
-import pytest_asyncio
 from openai import BadRequestError, NotFoundError
 from scripted_inference import accepted, delta, finished
 from thinker import ANSWER, THINK
 from thinking_gateway import (
     LENGTH,
+    MARKS,
     OSLO,
     RESPONSES_TOOL,
     ROME,
@@ -21,22 +21,16 @@ from thinking_gateway import (
     WAIT_S,
     WEATHER,
     call,
+    gateway_fixture,
     joined,
     plain,
-    served,
 )
 
 from baton.runtime.config import HttpConfig
 from baton.v1 import common_pb2
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def gateway(tmp_path_factory):
-    async with served(tmp_path_factory.mktemp("gateway")) as gateway:
-        yield gateway
-
+pytestmark = MARKS
+gateway = gateway_fixture()
 
 STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}
 

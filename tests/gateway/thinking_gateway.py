@@ -5,6 +5,8 @@ import contextlib
 import json
 
 import httpx2 as httpx
+import pytest
+import pytest_asyncio
 from gateway_command import gateway_command
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from scripted_inference import ScriptedInference, accepted, delta, finished, serving
@@ -13,6 +15,8 @@ from tokenizers import Tokenizer
 
 from baton.v1 import common_pb2
 
+# Marks of the files whose tests share one gateway.
+MARKS = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 # Importing vLLM takes a busy machine half a minute.
 WAIT_S = 300.0
 CONFIG = {
@@ -231,3 +235,18 @@ async def served(directory, **changes):
         gateway_command(address, config, WAIT_S) as url,
     ):
         yield Gateway(url, model)
+
+
+def gateway_fixture(**changes):
+    """Returns a fixture: one gateway for all tests of a file.
+
+    Args:
+        changes: Changes of the gateway's configuration.
+    """
+
+    @pytest_asyncio.fixture(scope="module", loop_scope="module")
+    async def gateway(tmp_path_factory):
+        async with served(tmp_path_factory.mktemp("gateway"), **changes) as gateway:
+            yield gateway
+
+    return gateway

@@ -21,6 +21,10 @@ def loop(content: str) -> str:
     return "{% for part in " + content + " %}{{ part.text }}{% endfor %}"
 
 
+def pairs(content: str) -> str:
+    return "{% for key, part in " + content + " %}{{ part }}{% endfor %}"
+
+
 RENDER = "{% macro render(given) %}" + loop("given") + "{% endmacro %}"
 PARTS = [
     each(loop("message.content")),
@@ -33,6 +37,21 @@ PARTS = [
     "{% set turns = messages %}{% set rest = turns[1:] %}" + each(loop("message.content"), "rest"),
     RENDER + each("{{ render(message.content) }}"),
     RENDER + each("{{ render(given=message['content']) }}"),
+    each("{% call render(message.content) %}{% endcall %}") + RENDER,
+    # Other targets than plain names matter only for messages and contents.
+    "{% set ns.first, ns.rest = [], [] %}" + each(loop("message.content")),
+    "{% set ns.turns = messages[0] %}" + each(loop("message.content")),
+    "{% set ns.turns %}{{ messages }}{% endset %}" + each(loop("message.content")),
+    "{% for i, turn in messages.items() %}{% endfor %}" + each(loop("message.content")),
+    pairs("tools") + each(loop("message.content")),
+    # The first loop over a content decides.
+    each(loop("message.content") + pairs("message.content")),
+    "{% macro outer(given) %}" + RENDER + "{% endmacro %}" + each("{{ render(message.content) }}"),
+    # A loop in two macros belongs to the inner one, unless only the outer one is given a content.
+    "{% macro outer(given) %}{% macro inner(other) %}"
+    + loop("given")
+    + "{% endmacro %}{% endmacro %}"
+    + each("{{ outer(message.content) }}"),
 ]
 TEXTS = [
     "",
@@ -45,6 +64,25 @@ TEXTS = [
     loop("messages[0].content"),
     RENDER + each("{{ render(message.tool_calls) }}"),
     "{% macro render(content) %}" + loop("content") + "{% endmacro %}" + each("{{ render([]) }}"),
+    "{% for i, message in messages %}" + loop("message.content") + "{% endfor %}",
+    "{% for (message,) in messages %}" + loop("message.content") + "{% endfor %}",
+    "{% for i, turn in messages[1:] %}{% endfor %}" + each(loop("message.content")),
+    each(loop("message.content")) + "{% for i, turn in messages %}{% endfor %}",
+    "{% set ns.turns = messages %}" + each(loop("message.content")),
+    each(loop("message.content")) + "{% set ns.turns = messages | reverse %}",
+    "{% set first, rest = messages %}" + each(loop("message.content")),
+    "{% set turns = messages %}{% set ns.turns = turns[1:] %}" + each(loop("message.content")),
+    each(pairs("message.content")),
+    each(pairs("message.content") + loop("message.content")),
+    each("{% set content = message.content %}" + pairs("content")),
+    "{% macro render(given) %}"
+    + pairs("given")
+    + "{% endmacro %}"
+    + each("{{ render(message.content) }}"),
+    "{% macro outer(given) %}{% macro inner(other) %}"
+    + loop("given")
+    + "{% endmacro %}{% endmacro %}"
+    + each("{{ outer(message.content) }}{{ inner(message.content) }}"),
 ]
 
 

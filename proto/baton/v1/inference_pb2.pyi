@@ -212,8 +212,10 @@ class ChatMessage(_message.Message):
     """
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentPart]:
-        """Content with images, in order; `content` must be empty then. INVALID_ARGUMENT: the model takes
-        no images (ModelDescription.takes_images), or an image is over a limit.
+        """Content with images or with several texts, in order; `content` must be empty then. Texts are
+        joined with a line break if the chat template reads a text instead of parts.
+        INVALID_ARGUMENT: the model takes no images (ModelDescription.takes_images), or an image is over
+        a limit.
         """
 
     def __init__(
