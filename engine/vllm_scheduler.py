@@ -95,7 +95,9 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         # memory; the blocks of the former; and when they were looked up.
         self._cached: dict[str, tuple[int, Sequence[Sequence[KVCacheBlock]], float]] = {}
         self._num_lookups = 0
-        # Waiting requests of the latest step that vLLM skipped for want of an adapter slot.
+        # Adapters of the running requests in the latest step, and the waiting requests that vLLM
+        # skipped there for want of a slot.
+        self._slots = AdapterSlots(None)
         self._lack_slot: set[Request] = set()
         # When vLLM was last to ask for a request's handoff.
         self._asked_at: dict[str, float] = {}
@@ -129,7 +131,10 @@ class BatonScheduler(TableLoadFailures, Scheduler):
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         # The plan cannot foresee everything that vLLM starts: requests that wait for events, too.
-        if not self._adapter_slots().has(request):
+        # vLLM calls this only in steps without a preemption, and adds requests to `running` that it
+        # has started.
+        self._slots.count_started(self.running)
+        if not self._slots.has(request):
             self._lack_slot.add(request)
             return False
         return bool(super()._handle_blocked_waiting_request(request))
@@ -188,7 +193,8 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         now, model, self._num_lookups = time.time(), self.planner.model, 0
         decodes = [one for one in self.running if not _is_prompt(one)]
         # Prompts that have been loaded hold blocks, as running ones do.
-        slots = self._adapter_slots()
+        self._slots = AdapterSlots.of(self.lora_config, self.running)
+        slots = self._slots.copy()
         loaded = [
             one for one in self.kv_holding_waiting if self._is_loaded(one) and slots.take(one)
         ]
@@ -364,9 +370,6 @@ class BatonScheduler(TableLoadFailures, Scheduler):
                 found.add(request)
             is_behind = is_behind or request.request_id in self._stalled
         return found
-
-    def _adapter_slots(self) -> AdapterSlots:
-        return AdapterSlots.of(self.lora_config, self.running)
 
     def _divide_waiting(
         self, now: float, model: LatencyModel, slots: AdapterSlots

@@ -23,7 +23,7 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from baton.engine import vllm_step_budget
+from baton.engine import vllm_adapter_slots, vllm_step_budget
 from baton.engine.base import EngineDead
 from baton.engine.vllm_step_budget import use_step_budget
 from baton.kvtransfer.connector import vllm_connector
@@ -348,6 +348,24 @@ def prompt_beside_a_loaded_one() -> dict[str, Any]:
     return {"num_loaded": num_loaded, "steps": steps, "ended": engine.ended}
 
 
+def adapters_read(num_waiting: int) -> int:
+    """How often a step beside 20 streams reads which adapter a request uses."""
+    vllm_connector.EnginePort = ManyHandoffs  # type: ignore[misc,assignment]
+    engine = Engine(200, asynchronous=False, targets=TARGETS["normal"])
+    engine.scheduler.lora_config = SimpleNamespace(max_loras=MAX_LORAS)
+    for number in range(20):
+        engine.add(f"stream{number}", range(number, number + 5), URGENT, 200, adapter=1)
+    while not all(engine.reported.values()):
+        engine.step()
+    for number in range(num_waiting):
+        transfer = receive(handoff_id(number), BLOCK)
+        engine.add(f"waits{number}", range(BLOCK + 1), URGENT, 2, transfer, adapter=2)
+    read = vllm_adapter_slots._adapter
+    with mock.patch.object(vllm_adapter_slots, "_adapter", wraps=read) as reads:
+        engine.step()
+    return reads.call_count
+
+
 def engine_with_images(targets: StepTargets) -> Engine:
     """An engine that holds the embeddings of 100 image tokens."""
     engine = Engine(60, asynchronous=False, targets=targets)
@@ -655,6 +673,7 @@ def scenarios() -> dict[str, Any]:
             "prompt beside a loaded one": prompt_beside_a_loaded_one(),
             "images in two lanes": images_in_two_lanes(),
             "image behind a chunk": image_behind_a_chunk(),
+            "adapters read": {str(number): adapters_read(number) for number in (0, 10, 40)},
         }
 
 

@@ -54,6 +54,14 @@ def test_a_prompt_without_an_adapter_slot_delays_no_other_prompt(made: dict[str,
     assert last == {"waits": 40}
 
 
+def test_each_waiting_request_is_compared_with_the_adapters_and_not_with_all_streams(
+    made: dict[str, Any],
+) -> None:
+    """Each of 40 requests more costs a few reads of an adapter, beside 20 streams."""
+    reads = made["adapters read"]
+    assert reads["40"] - reads["0"] < 10 * 40
+
+
 def test_a_step_keeps_room_for_the_drafts_of_speculation(made: dict[str, Any]) -> None:
     """vLLM pads the first decode of a request to all its drafts, or does not start it."""
     assert made["compared with drafts"]["differs"] == {}
