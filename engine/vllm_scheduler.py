@@ -386,17 +386,24 @@ class BatonScheduler(TableLoadFailures, Scheduler):
             Prompts that may start; requests that wait for a handoff or for another event, and
             then compute one token in their first step; prompts that must wait, because the step
             has no place for another request or the cache has no room; requests that certainly
-            still wait for their handoffs, or for an adapter slot.
+            still wait for their handoffs, or for an adapter slot, and those that fail in this step
+            because their grammar did not compile.
         """
         num_places = max(0, self.max_num_active_reqs - len(self.running))
         arrivals: list[_Candidate] = []
         awaiting: list[Request] = []
         held: list[Request] = []
         for request in self.waiting:
+            grammar = _grammar(request)
+            if isinstance(grammar, Exception):
+                # vLLM itself ends it only once it has a place for the request.
+                self.grammar_compile_error_reqs.add(request.request_id)
+                held.append(request)
+                continue
             if not slots.has(request):
                 held.append(request)
                 continue
-            has_grammar = _has_its_grammar(request)
+            has_grammar = grammar is not None
             if has_grammar:
                 # vLLM has skipped it until now. It is a prompt like others, even if it gets no
                 # token in this step; vLLM itself would forget that only when it starts.
@@ -544,13 +551,15 @@ def _is_handed_over(request: Request) -> bool:
     return not request.num_preemptions and params.loads_whole_prompt
 
 
-def _has_its_grammar(request: Request) -> bool:
-    """Whether a request has waited only for its grammar, which is compiled now."""
+def _grammar(request: Request) -> Any:
+    """The grammar that a request waited for: None, the grammar, or why it did not compile.
+
+    It is None too for requests that do not wait for a grammar.
+    """
     if request.status != RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
-        return False
+        return None
     wanted = request.structured_output_request
-    grammar = wanted.grammar if wanted is not None else None
-    return grammar is not None and not isinstance(grammar, Exception)
+    return wanted.grammar if wanted is not None else None
 
 
 def _age(request: Request) -> tuple[int, float]:

@@ -366,6 +366,24 @@ def adapters_read(num_waiting: int) -> int:
     return reads.call_count
 
 
+def failed_grammar(**lacks: Any) -> dict[str, str]:
+    """How requests have ended one step after a request's grammar failed to compile.
+
+    Args:
+        lacks: Engine arguments; without them, the request lacks an adapter slot.
+    """
+    engine = Engine(60, asynchronous=False, targets=TARGETS["normal"], **lacks)
+    engine.scheduler.lora_config = None if lacks else SimpleNamespace(max_loras=1)
+    engine.add("stream", range(5), URGENT, 100, adapter=1)
+    engine.step()
+    engine.add("json", range(1000, 1010), URGENT, 1, adapter=2)
+    prompt = engine.scheduler.requests["json"]
+    prompt.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    prompt.structured_output_request = SimpleNamespace(grammar=ValueError("no grammar"))
+    engine.step()
+    return engine.ended
+
+
 def engine_with_images(targets: StepTargets) -> Engine:
     """An engine that holds the embeddings of 100 image tokens."""
     engine = Engine(60, asynchronous=False, targets=targets)
@@ -674,6 +692,10 @@ def scenarios() -> dict[str, Any]:
             "images in two lanes": images_in_two_lanes(),
             "image behind a chunk": image_behind_a_chunk(),
             "adapters read": {str(number): adapters_read(number) for number in (0, 10, 40)},
+            "failed grammar": {
+                "no adapter slot": failed_grammar(),
+                "no place": failed_grammar(max_num_seqs=1),
+            },
         }
 
 

@@ -168,6 +168,14 @@ def test_a_prompt_with_its_grammar_has_its_turn_like_others(made: dict[str, Any]
     assert not any("json" in step for step in steps[:-1])
 
 
+def test_a_request_whose_grammar_does_not_compile_fails_at_once(made: dict[str, Any]) -> None:
+    """It waits neither for an adapter slot nor for a place beside the running requests."""
+    assert made["failed grammar"] == {
+        "no adapter slot": {"json": "error"},
+        "no place": {"json": "error"},
+    }
+
+
 def test_prompts_with_recurrent_states_progress_beside_streams(made: dict[str, Any]) -> None:
     """vLLM gives them no part of a block if the step's plan exceeds a block."""
     for ends in made["recurrent states"].values():
