@@ -12,6 +12,7 @@ that vLLM has the names used here.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -87,10 +88,14 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         # Largest number of tokens of each prompt in the next step; prompts not in it have no limit.
         self._chunk_limits: dict[str, int] = {}
         # Requests with tokens in the latest plan to which vLLM gave none: they wait for blocks, or
-        # for room in the encoder cache, which holds images, or behind such a request.
+        # for room in the encoder cache, which holds images.
         self._stalled: frozenset[str] = frozenset()
-        # Those of them for which the cache had too few free blocks after that step.
+        # Those of them for which the cache had too few free blocks after that step, and those that
+        # wait for room for their next image.
         self._lack_blocks: frozenset[str] = frozenset()
+        self._lack_images: set[str] = set()
+        # Waiting requests that vLLM tried to start in the latest step.
+        self._tried: set[Request] = set()
         # Number of tokens of each waiting prompt in the prefix cache and, after those, in host
         # memory; the blocks of the former; and when they were looked up.
         self._cached: dict[str, tuple[int, Sequence[Sequence[KVCacheBlock]], float]] = {}
@@ -111,6 +116,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         self._warms_up = self._warms_up and all(map(is_warm_up, self.requests))
         self.max_num_scheduled_tokens, held = self._plan()
         self._lack_slot.clear()
+        self._tried.clear()
         try:
             output = super().schedule(*args, **kwargs)
         finally:
@@ -118,6 +124,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
             self.waiting.extend(held)
         self._stalled = self._found_stalled(output.num_scheduled_tokens)
         self._lack_blocks = frozenset(filter(self._lacks_blocks, self._stalled))
+        self._lack_images &= self._stalled
         # Requests without an adapter slot wait for no event.
         self.deferred_waiting -= self._lack_slot
         # The time of a warm-up step says nothing: it includes compilation.
@@ -130,6 +137,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        self._tried.add(request)
         # The plan cannot foresee everything that vLLM starts: requests that wait for events, too.
         # vLLM calls this only in steps without a preemption, and adds requests to `running` that it
         # has started.
@@ -163,9 +171,14 @@ class BatonScheduler(TableLoadFailures, Scheduler):
     ) -> Any:
         # Images behind the chunk must not take room in the encoder cache yet.
         num_new_tokens = self._bound_chunk(request, num_new_tokens)
-        return super()._try_schedule_encoder_inputs(
+        found = super()._try_schedule_encoder_inputs(
             request, num_computed_tokens, num_new_tokens, *args, **kw
         )
+        if num_new_tokens:
+            # vLLM computes the tokens before an image that has no room.
+            change = self._lack_images.discard if found[1] else self._lack_images.add
+            change(request.request_id)
+        return found
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -195,14 +208,15 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         # Prompts that have been loaded hold blocks, as running ones do.
         self._slots = AdapterSlots.of(self.lora_config, self.running)
         slots = self._slots.copy()
-        loaded = [
-            one for one in self.kv_holding_waiting if self._is_loaded(one) and slots.take(one)
-        ]
+        num_places = max(0, self.max_num_active_reqs - len(self.running))
+        all_loaded = [one for one in self.kv_holding_waiting if self._is_loaded(one)]
+        loaded = list(itertools.islice(filter(slots.take, all_loaded), num_places))
         begun = [*(one for one in self.running if _is_prompt(one)), *loaded]
         chunks = [self._candidate(one, now, model) for one in begun]
-        arrivals, awaiting, blocked, held = self._divide_waiting(now, model, slots)
-        # vLLM adds the requests again that wait for an event (see _found_stalled).
-        self.deferred_waiting.difference_update(loaded, awaiting)
+        num_places -= len(loaded)
+        arrivals, awaiting, blocked, held = self._divide_waiting(now, model, slots, num_places)
+        # vLLM adds the requests again that wait for an event (see _is_stalled).
+        self.deferred_waiting.difference_update(all_loaded, awaiting)
         # A prompt that now has enough blocks gets its whole share at once.
         self._stalled -= {one for one in self._lack_blocks if not self._lacks_blocks(one)}
         behind = self._behind_stalled(loaded, _in_lanes(awaiting, map(_request, arrivals)))
@@ -257,7 +271,8 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         ordered = [one.request for one in sorted(chunks, key=_rank)]
         self.running[:] = [*decodes, *(one for one in ordered if one not in is_loaded)]
         self._chunk_limits = granted | {one.request_id: per_request for one in one_token}
-        self._chunk_limits |= {one.request_id: 0 for one in blocked}
+        without_place = set(all_loaded).difference(loaded)
+        self._chunk_limits |= {one.request_id: 0 for one in (*blocked, *without_place)}
         self._order_waiting(arrivals, awaiting, blocked)
         # vLLM pads a prompt's last token to 1 + drafts, and starts nothing with less than that.
         num_granted = sum(max(per_request, grant) for grant in granted.values() if grant)
@@ -329,23 +344,24 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         return int(num_cached)
 
     def _found_stalled(self, num_scheduled_tokens: Mapping[str, int]) -> frozenset[str]:
-        """Requests that wait for blocks, for the encoder cache, or behind such a request.
-
-        They had tokens in the plan, and vLLM neither gave them any nor deferred them. A running
-        prompt without images is not among them: vLLM preempts it, or others, for its blocks. After
-        a preemption, vLLM starts no waiting request, so all of these are among them for one step.
-        """
-        without = (
-            self.requests[name]
-            for name, most in self._chunk_limits.items()
-            if most and name not in num_scheduled_tokens
-        )
+        """Requests that had tokens in the plan, and that vLLM neither gave any nor deferred."""
         return frozenset(
-            one.request_id
-            for one in without
-            if one not in self.deferred_waiting
-            and (one.status != RequestStatus.RUNNING or one.has_encoder_inputs)
+            name
+            for name, most in self._chunk_limits.items()
+            if most and name not in num_scheduled_tokens and self._is_stalled(self.requests[name])
         )
+
+    def _is_stalled(self, request: Request) -> bool:
+        """Whether a request without tokens in the latest step waits for blocks or for an image."""
+        name = request.request_id
+        if name in self._lack_images:
+            return True
+        # vLLM preempts a running prompt, or others, for its blocks.
+        if request.status == RequestStatus.RUNNING or request in self.deferred_waiting:
+            return False
+        # vLLM does not try to start requests in a step with a preemption, without a place for
+        # another request, or behind a request that it could not start.
+        return request in self._tried or self._lacks_blocks(name)
 
     def _lacks_blocks(self, name: str) -> bool:
         """Whether the cache probably has too few free blocks for a request.
@@ -372,7 +388,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         return found
 
     def _divide_waiting(
-        self, now: float, model: LatencyModel, slots: AdapterSlots
+        self, now: float, model: LatencyModel, slots: AdapterSlots, num_places: int
     ) -> tuple[list[_Candidate], list[Request], list[Request], list[Request]]:
         """Divides the waiting requests.
 
@@ -381,6 +397,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
             model: Predicts the time of a step.
             slots: The adapters of running and of loaded requests; this counts those of prompts that
                 may start.
+            num_places: Number of requests that may start, beside the loaded ones.
 
         Returns:
             Prompts that may start; requests that wait for a handoff or for another event, and
@@ -389,7 +406,6 @@ class BatonScheduler(TableLoadFailures, Scheduler):
             still wait for their handoffs, or for an adapter slot, and those that fail in this step
             because their grammar did not compile.
         """
-        num_places = max(0, self.max_num_active_reqs - len(self.running))
         arrivals: list[_Candidate] = []
         awaiting: list[Request] = []
         held: list[Request] = []

@@ -348,6 +348,64 @@ def prompt_beside_a_loaded_one() -> dict[str, Any]:
     return {"num_loaded": num_loaded, "steps": steps, "ended": engine.ended}
 
 
+def beside_a_preemption() -> list[dict[str, int]]:
+    """Each step from the one in which a batch stream is preempted; a prompt arrives before it.
+
+    The preempted stream leaves enough free blocks for the prompt.
+    """
+    engine = Engine(8, asynchronous=False, targets=TARGETS["normal"])
+    engine.add("batch", range(1000, 1090), LATE, 50)
+    engine.add("stream", range(30), URGENT, 50)
+    while len(engine.reported["stream"]) < 2:
+        engine.step()
+    # The stream fills its two blocks, and the batch stream has the other six.
+    while len(engine.tokens["stream"]) <= 2 * BLOCK:
+        engine.step()
+    engine.add("arrives", range(2000, 2040), URGENT, 1)
+    steps = [engine.step()]
+    assert engine.preempted == ["batch"]
+    return [*steps, engine.step()]
+
+
+def loaded_in_the_last_place() -> list[dict[str, int]]:
+    """Steps in which a loaded prompt takes the last place, and in which a stream has left its own.
+
+    Another prompt arrives before them.
+    """
+    vllm_connector.EnginePort = ManyHandoffs  # type: ignore[misc,assignment]
+    engine = Engine(60, asynchronous=False, targets=TARGETS["normal"], max_num_seqs=2)
+    engine.add("stream", range(5), URGENT, 60)
+    engine.step()
+    order = ReceiveHandoff(HANDOFF, 2 * BLOCK, 60.0, is_fetch=True)
+    engine.add("fetched", range(1000, 1052), URGENT, 60, encode(receive=order))
+    engine.step()
+    ManyHandoffs.coming = (HANDOFF,)
+    while not engine.scheduler.finished_recving_kv_req_ids:
+        engine.step()
+    engine.add("arrives", range(2000, 2040), URGENT, 1)
+    steps = [engine.step()]
+    engine.abort("stream")
+    return [*steps, engine.step()]
+
+
+def loaded_without_a_place() -> list[dict[str, int]]:
+    """Steps beside a loaded prompt that has no place; then a stream ends and leaves its place."""
+    vllm_connector.EnginePort = ManyHandoffs  # type: ignore[misc,assignment]
+    engine = Engine(60, asynchronous=False, targets=TARGETS["normal"], max_num_seqs=2)
+    engine.add("stream", range(5), URGENT, 60)
+    engine.step()
+    order = ReceiveHandoff(HANDOFF, 2 * BLOCK, 60.0, is_fetch=True)
+    engine.add("fetched", range(1000, 1072), URGENT, 1, encode(receive=order))
+    engine.step()
+    engine.add("other", range(5), URGENT, 60)
+    ManyHandoffs.coming = (HANDOFF,)
+    while not engine.scheduler.finished_recving_kv_req_ids:
+        engine.step()
+    steps = [engine.step() for _ in range(2)]
+    engine.abort("stream")
+    return [*steps, engine.step()]
+
+
 def adapters_read(num_waiting: int) -> int:
     """How often a step beside 20 streams reads which adapter a request uses."""
     vllm_connector.EnginePort = ManyHandoffs  # type: ignore[misc,assignment]
@@ -691,6 +749,9 @@ def scenarios() -> dict[str, Any]:
             "prompt beside a loaded one": prompt_beside_a_loaded_one(),
             "images in two lanes": images_in_two_lanes(),
             "image behind a chunk": image_behind_a_chunk(),
+            "beside a preemption": beside_a_preemption(),
+            "loaded in the last place": loaded_in_the_last_place(),
+            "loaded without a place": loaded_without_a_place(),
             "adapters read": {str(number): adapters_read(number) for number in (0, 10, 40)},
             "failed grammar": {
                 "no adapter slot": failed_grammar(),

@@ -131,9 +131,21 @@ def test_a_prompt_progresses_beside_a_loaded_one_that_has_no_place(made: dict[st
     case = made["prompt beside a loaded one"]
     assert case["num_loaded"] == 1
     first = next(number for number, step in enumerate(case["steps"]) if "fetched" in step)
-    # It loses one step: the one in which vLLM first declines the loaded prompt.
-    assert sum("long" in step for step in case["steps"][:first]) == first - 1
+    assert all("long" in step for step in case["steps"][:first])
     assert set(case["ended"]) == {"stream", "long", "fetched"}
+
+
+def test_a_prompt_that_vllm_did_not_try_to_start_gets_all_its_tokens_in_the_next_step(
+    made: dict[str, Any],
+) -> None:
+    """vLLM starts nothing in a step that preempts a stream, and nothing without a place."""
+    assert made["beside a preemption"] == [{"stream": 1}, {"stream": 1, "arrives": 40}]
+    assert made["loaded in the last place"] == [
+        {"stream": 1, "fetched": 20},
+        {"fetched": 1, "arrives": 40},
+    ]
+    streams = {"stream": 1, "other": 1}
+    assert made["loaded without a place"] == [streams, streams, {"other": 1, "fetched": 40}]
 
 
 def test_prompts_that_wait_for_the_encoder_cache_leave_their_tokens_to_its_holder(
