@@ -218,7 +218,8 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         # vLLM adds the requests again that wait for an event (see _is_stalled).
         self.deferred_waiting.difference_update(all_loaded, awaiting)
         # A prompt that now has enough blocks gets its whole share at once.
-        self._stalled -= {one for one in self._lack_blocks if not self._lacks_blocks(one)}
+        lack_blocks = self._lack_blocks - self._lack_images
+        self._stalled -= {one for one in lack_blocks if not self._lacks_blocks(one)}
         behind = self._behind_stalled(loaded, _in_lanes(awaiting, map(_request, arrivals)))
         blocked += [one.request for one in arrivals if one.request in behind]
         arrivals = [one for one in arrivals if one.request not in behind]
@@ -373,18 +374,25 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         return request is not None and self._num_free_blocks_taken(request) > num_free
 
     def _behind_stalled(self, loaded: Iterable[Request], queue: Iterable[Request]) -> set[Request]:
-        """Waiting requests that vLLM cannot start, because it stops at a stalled one before them.
+        """Waiting requests that must not start before a stalled one.
+
+        vLLM starts no request behind a stalled one. Only prompts without images go before a prompt
+        that waits for room for its image (see `_order_waiting`); `_num_fitting` keeps its blocks.
 
         Args:
             loaded: Loaded requests, which vLLM starts before the others.
-            queue: Other waiting requests, in the order in which vLLM starts them.
+            queue: Other waiting requests, in the order of their turns.
         """
         found: set[Request] = set()
         is_behind = any(one.request_id in self._stalled for one in loaded)
+        is_behind_image = False
         for request in queue:
-            if is_behind:
+            if is_behind or (is_behind_image and request.has_encoder_inputs):
                 found.add(request)
-            is_behind = is_behind or request.request_id in self._stalled
+            if request.request_id in self._lack_images:
+                is_behind_image = True
+            elif request.request_id in self._stalled:
+                is_behind = True
         return found
 
     def _divide_waiting(
@@ -538,8 +546,15 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         """Orders the waiting requests; vLLM starts none after the first that gets no token."""
         starts = [one.request for one in arrivals if self._chunk_limits[one.request.request_id]]
         rest = [one.request for one in arrivals if not self._chunk_limits[one.request.request_id]]
+        queue = _in_lanes(awaiting, starts)
+        lack_images = [one for one in queue if one.request_id in self._lack_images]
+        queue = [one for one in queue if one.request_id not in self._lack_images]
+        # These go last: vLLM stops at one without room. But it would not try to start one behind a
+        # prompt that waits for blocks.
+        stalled = (index for index, one in enumerate(queue) if one.request_id in self._stalled)
+        index = next(stalled, len(queue))
         self.waiting.clear()
-        self.waiting.extend([*_in_lanes(awaiting, starts), *rest, *blocked])
+        self.waiting.extend([*queue[:index], *lack_images, *queue[index:], *rest, *blocked])
 
 
 def _is_prompt(request: Request) -> bool:

@@ -442,9 +442,28 @@ def failed_grammar(**lacks: Any) -> dict[str, str]:
     return engine.ended
 
 
-def engine_with_images(targets: StepTargets) -> Engine:
+def prompts_behind_an_image(num_blocks: int) -> list[dict[str, int]]:
+    """Steps until a short prompt starts, for whose image the encoder cache has no room at first.
+
+    A batch prompt of 13 blocks stands inside its own image. Behind the short prompt, which has 6
+    blocks, wait one with text only, of 10 blocks, and one whose image would have room.
+    """
+    engine = engine_with_images(TARGETS["normal"], num_blocks)
+    engine.add("batch", range(1000, 1200), LATE, 1, images=[range(70, 150)])
+    for _ in range(2):
+        engine.step()
+    engine.add("image", range(3000, 3090), URGENT, 1, images=[range(80)])
+    engine.add("later image", range(5000, 5200), URGENT, 1, images=[range(10)])
+    engine.add("text", range(4000, 4150), URGENT, 1)
+    steps: list[dict[str, int]] = []
+    while not any("image" in step for step in steps) and len(steps) < 100:
+        steps.append(engine.step())
+    return steps
+
+
+def engine_with_images(targets: StepTargets, num_blocks: int = 60) -> Engine:
     """An engine that holds the embeddings of 100 image tokens."""
-    engine = Engine(60, asynchronous=False, targets=targets)
+    engine = Engine(num_blocks, asynchronous=False, targets=targets)
     hold_image_tokens(engine, 100)
     return engine
 
@@ -756,6 +775,9 @@ def scenarios() -> dict[str, Any]:
             "failed grammar": {
                 "no adapter slot": failed_grammar(),
                 "no place": failed_grammar(max_num_seqs=1),
+            },
+            "prompts behind an image": {
+                str(num_blocks): prompts_behind_an_image(num_blocks) for num_blocks in (60, 21)
             },
         }
 

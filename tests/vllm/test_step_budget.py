@@ -158,6 +158,26 @@ def test_prompts_that_wait_for_the_encoder_cache_leave_their_tokens_to_its_holde
     assert set(case["ended"]) == {"batch", "running", "waiting"}
 
 
+def test_a_prompt_that_waits_for_the_encoder_cache_delays_only_others_with_images(
+    made: dict[str, Any],
+) -> None:
+    """The others with images would take the room that it waits for."""
+    first, *meanwhile, last = made["prompts behind an image"]["60"]
+    # In the first step, vLLM finds that there is no room.
+    assert first.keys() == {"batch"}
+    assert sum(step.get("text", 0) for step in meanwhile) == 150
+    assert not any("later image" in step for step in (*meanwhile, last))
+    assert last["image"]
+
+
+def test_no_prompt_takes_the_blocks_of_one_that_waits_for_the_encoder_cache(
+    made: dict[str, Any],
+) -> None:
+    steps = made["prompts behind an image"]["21"]
+    assert steps[-1]["image"]
+    assert not any("text" in step for step in steps)
+
+
 def test_an_image_is_encoded_in_the_step_that_computes_its_first_token(
     made: dict[str, Any],
 ) -> None:
