@@ -8,8 +8,8 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -20,17 +20,31 @@ class AdapterSlots:
     Attributes:
         max_loras: Largest number of adapters in a step; None: the engine has no adapters.
         in_use: The IDs that the adapters have in vLLM.
+        num_counted: Number of requests, at the beginning of vLLM's list `running`, whose adapters
+            are counted.
     """
 
     max_loras: int | None
     in_use: set[int] = field(default_factory=set)
+    num_counted: int = 0
 
     @classmethod
-    def of(cls, lora_config: Any, running: Iterable[Any]) -> AdapterSlots:
+    def of(cls, lora_config: Any, running: Sequence[Any]) -> AdapterSlots:
         """Counts the adapters of running requests; `lora_config` is vLLM's LoRAConfig, or None."""
-        if not lora_config:
-            return cls(None)
-        return cls(lora_config.max_loras, {_adapter(one) for one in running} - {0})
+        slots = cls(lora_config.max_loras if lora_config else None)
+        slots.count_started(running)
+        return slots
+
+    def count_started(self, running: Sequence[Any]) -> None:
+        """Counts the requests at the end of `running` that are not counted yet."""
+        if self.max_loras is not None:
+            self.in_use.update(map(_adapter, running[self.num_counted :]))
+            self.in_use.discard(0)
+            self.num_counted = len(running)
+
+    def copy(self) -> AdapterSlots:
+        """Returns equal slots; a request that takes one of them takes none here."""
+        return replace(self, in_use=set(self.in_use))
 
     def has(self, request: Any) -> bool:
         """Whether a request can run beside those that are counted."""

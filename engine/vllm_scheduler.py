@@ -12,6 +12,7 @@ that vLLM has the names used here.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -87,15 +88,21 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         # Largest number of tokens of each prompt in the next step; prompts not in it have no limit.
         self._chunk_limits: dict[str, int] = {}
         # Requests with tokens in the latest plan to which vLLM gave none: they wait for blocks, or
-        # for room in the encoder cache, which holds images, or behind such a request.
+        # for room in the encoder cache, which holds images.
         self._stalled: frozenset[str] = frozenset()
-        # Those of them for which the cache had too few free blocks after that step.
+        # Those of them for which the cache had too few free blocks after that step, and those that
+        # wait for room for their next image.
         self._lack_blocks: frozenset[str] = frozenset()
+        self._lack_images: set[str] = set()
+        # Waiting requests that vLLM tried to start in the latest step.
+        self._tried: set[Request] = set()
         # Number of tokens of each waiting prompt in the prefix cache and, after those, in host
         # memory; the blocks of the former; and when they were looked up.
         self._cached: dict[str, tuple[int, Sequence[Sequence[KVCacheBlock]], float]] = {}
         self._num_lookups = 0
-        # Waiting requests of the latest step that vLLM skipped for want of an adapter slot.
+        # Adapters of the running requests in the latest step, and the waiting requests that vLLM
+        # skipped there for want of a slot.
+        self._slots = AdapterSlots(None)
         self._lack_slot: set[Request] = set()
         # When vLLM was last to ask for a request's handoff.
         self._asked_at: dict[str, float] = {}
@@ -109,6 +116,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         self._warms_up = self._warms_up and all(map(is_warm_up, self.requests))
         self.max_num_scheduled_tokens, held = self._plan()
         self._lack_slot.clear()
+        self._tried.clear()
         try:
             output = super().schedule(*args, **kwargs)
         finally:
@@ -116,6 +124,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
             self.waiting.extend(held)
         self._stalled = self._found_stalled(output.num_scheduled_tokens)
         self._lack_blocks = frozenset(filter(self._lacks_blocks, self._stalled))
+        self._lack_images &= self._stalled
         # Requests without an adapter slot wait for no event.
         self.deferred_waiting -= self._lack_slot
         # The time of a warm-up step says nothing: it includes compilation.
@@ -128,8 +137,12 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        self._tried.add(request)
         # The plan cannot foresee everything that vLLM starts: requests that wait for events, too.
-        if not self._adapter_slots().has(request):
+        # vLLM calls this only in steps without a preemption, and adds requests to `running` that it
+        # has started.
+        self._slots.count_started(self.running)
+        if not self._slots.has(request):
             self._lack_slot.add(request)
             return False
         return bool(super()._handle_blocked_waiting_request(request))
@@ -158,9 +171,14 @@ class BatonScheduler(TableLoadFailures, Scheduler):
     ) -> Any:
         # Images behind the chunk must not take room in the encoder cache yet.
         num_new_tokens = self._bound_chunk(request, num_new_tokens)
-        return super()._try_schedule_encoder_inputs(
+        found = super()._try_schedule_encoder_inputs(
             request, num_computed_tokens, num_new_tokens, *args, **kw
         )
+        if num_new_tokens:
+            # vLLM computes the tokens before an image that has no room.
+            change = self._lack_images.discard if found[1] else self._lack_images.add
+            change(request.request_id)
+        return found
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -188,17 +206,20 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         now, model, self._num_lookups = time.time(), self.planner.model, 0
         decodes = [one for one in self.running if not _is_prompt(one)]
         # Prompts that have been loaded hold blocks, as running ones do.
-        slots = self._adapter_slots()
-        loaded = [
-            one for one in self.kv_holding_waiting if self._is_loaded(one) and slots.take(one)
-        ]
+        self._slots = AdapterSlots.of(self.lora_config, self.running)
+        slots = self._slots.copy()
+        num_places = max(0, self.max_num_active_reqs - len(self.running))
+        all_loaded = [one for one in self.kv_holding_waiting if self._is_loaded(one)]
+        loaded = list(itertools.islice(filter(slots.take, all_loaded), num_places))
         begun = [*(one for one in self.running if _is_prompt(one)), *loaded]
         chunks = [self._candidate(one, now, model) for one in begun]
-        arrivals, awaiting, blocked, held = self._divide_waiting(now, model, slots)
-        # vLLM adds the requests again that wait for an event (see _found_stalled).
-        self.deferred_waiting.difference_update(loaded, awaiting)
+        num_places -= len(loaded)
+        arrivals, awaiting, blocked, held = self._divide_waiting(now, model, slots, num_places)
+        # vLLM adds the requests again that wait for an event (see _is_stalled).
+        self.deferred_waiting.difference_update(all_loaded, awaiting)
         # A prompt that now has enough blocks gets its whole share at once.
-        self._stalled -= {one for one in self._lack_blocks if not self._lacks_blocks(one)}
+        lack_blocks = self._lack_blocks - self._lack_images
+        self._stalled -= {one for one in lack_blocks if not self._lacks_blocks(one)}
         behind = self._behind_stalled(loaded, _in_lanes(awaiting, map(_request, arrivals)))
         blocked += [one.request for one in arrivals if one.request in behind]
         arrivals = [one for one in arrivals if one.request not in behind]
@@ -251,7 +272,8 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         ordered = [one.request for one in sorted(chunks, key=_rank)]
         self.running[:] = [*decodes, *(one for one in ordered if one not in is_loaded)]
         self._chunk_limits = granted | {one.request_id: per_request for one in one_token}
-        self._chunk_limits |= {one.request_id: 0 for one in blocked}
+        without_place = set(all_loaded).difference(loaded)
+        self._chunk_limits |= {one.request_id: 0 for one in (*blocked, *without_place)}
         self._order_waiting(arrivals, awaiting, blocked)
         # vLLM pads a prompt's last token to 1 + drafts, and starts nothing with less than that.
         num_granted = sum(max(per_request, grant) for grant in granted.values() if grant)
@@ -323,23 +345,24 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         return int(num_cached)
 
     def _found_stalled(self, num_scheduled_tokens: Mapping[str, int]) -> frozenset[str]:
-        """Requests that wait for blocks, for the encoder cache, or behind such a request.
-
-        They had tokens in the plan, and vLLM neither gave them any nor deferred them. A running
-        prompt without images is not among them: vLLM preempts it, or others, for its blocks. After
-        a preemption, vLLM starts no waiting request, so all of these are among them for one step.
-        """
-        without = (
-            self.requests[name]
-            for name, most in self._chunk_limits.items()
-            if most and name not in num_scheduled_tokens
-        )
+        """Requests that had tokens in the plan, and that vLLM neither gave any nor deferred."""
         return frozenset(
-            one.request_id
-            for one in without
-            if one not in self.deferred_waiting
-            and (one.status != RequestStatus.RUNNING or one.has_encoder_inputs)
+            name
+            for name, most in self._chunk_limits.items()
+            if most and name not in num_scheduled_tokens and self._is_stalled(self.requests[name])
         )
+
+    def _is_stalled(self, request: Request) -> bool:
+        """Whether a request without tokens in the latest step waits for blocks or for an image."""
+        name = request.request_id
+        if name in self._lack_images:
+            return True
+        # vLLM preempts a running prompt, or others, for its blocks.
+        if request.status == RequestStatus.RUNNING or request in self.deferred_waiting:
+            return False
+        # vLLM does not try to start requests in a step with a preemption, without a place for
+        # another request, or behind a request that it could not start.
+        return request in self._tried or self._lacks_blocks(name)
 
     def _lacks_blocks(self, name: str) -> bool:
         """Whether the cache probably has too few free blocks for a request.
@@ -351,25 +374,29 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         return request is not None and self._num_free_blocks_taken(request) > num_free
 
     def _behind_stalled(self, loaded: Iterable[Request], queue: Iterable[Request]) -> set[Request]:
-        """Waiting requests that vLLM cannot start, because it stops at a stalled one before them.
+        """Waiting requests that must not start before a stalled one.
+
+        vLLM starts no request behind a stalled one. Only prompts without images go before a prompt
+        that waits for room for its image (see `_order_waiting`); `_num_fitting` keeps its blocks.
 
         Args:
             loaded: Loaded requests, which vLLM starts before the others.
-            queue: Other waiting requests, in the order in which vLLM starts them.
+            queue: Other waiting requests, in the order of their turns.
         """
         found: set[Request] = set()
         is_behind = any(one.request_id in self._stalled for one in loaded)
+        is_behind_image = False
         for request in queue:
-            if is_behind:
+            if is_behind or (is_behind_image and request.has_encoder_inputs):
                 found.add(request)
-            is_behind = is_behind or request.request_id in self._stalled
+            if request.request_id in self._lack_images:
+                is_behind_image = True
+            elif request.request_id in self._stalled:
+                is_behind = True
         return found
 
-    def _adapter_slots(self) -> AdapterSlots:
-        return AdapterSlots.of(self.lora_config, self.running)
-
     def _divide_waiting(
-        self, now: float, model: LatencyModel, slots: AdapterSlots
+        self, now: float, model: LatencyModel, slots: AdapterSlots, num_places: int
     ) -> tuple[list[_Candidate], list[Request], list[Request], list[Request]]:
         """Divides the waiting requests.
 
@@ -378,22 +405,29 @@ class BatonScheduler(TableLoadFailures, Scheduler):
             model: Predicts the time of a step.
             slots: The adapters of running and of loaded requests; this counts those of prompts that
                 may start.
+            num_places: Number of requests that may start, beside the loaded ones.
 
         Returns:
             Prompts that may start; requests that wait for a handoff or for another event, and
             then compute one token in their first step; prompts that must wait, because the step
             has no place for another request or the cache has no room; requests that certainly
-            still wait for their handoffs, or for an adapter slot.
+            still wait for their handoffs, or for an adapter slot, and those that fail in this step
+            because their grammar did not compile.
         """
-        num_places = max(0, self.max_num_active_reqs - len(self.running))
         arrivals: list[_Candidate] = []
         awaiting: list[Request] = []
         held: list[Request] = []
         for request in self.waiting:
+            grammar = _grammar(request)
+            if isinstance(grammar, Exception):
+                # vLLM itself ends it only once it has a place for the request.
+                self.grammar_compile_error_reqs.add(request.request_id)
+                held.append(request)
+                continue
             if not slots.has(request):
                 held.append(request)
                 continue
-            has_grammar = _has_its_grammar(request)
+            has_grammar = grammar is not None
             if has_grammar:
                 # vLLM has skipped it until now. It is a prompt like others, even if it gets no
                 # token in this step; vLLM itself would forget that only when it starts.
@@ -512,8 +546,15 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         """Orders the waiting requests; vLLM starts none after the first that gets no token."""
         starts = [one.request for one in arrivals if self._chunk_limits[one.request.request_id]]
         rest = [one.request for one in arrivals if not self._chunk_limits[one.request.request_id]]
+        queue = _in_lanes(awaiting, starts)
+        lack_images = [one for one in queue if one.request_id in self._lack_images]
+        queue = [one for one in queue if one.request_id not in self._lack_images]
+        # These go last: vLLM stops at one without room. But it would not try to start one behind a
+        # prompt that waits for blocks.
+        stalled = (index for index, one in enumerate(queue) if one.request_id in self._stalled)
+        index = next(stalled, len(queue))
         self.waiting.clear()
-        self.waiting.extend([*_in_lanes(awaiting, starts), *rest, *blocked])
+        self.waiting.extend([*queue[:index], *lack_images, *queue[index:], *rest, *blocked])
 
 
 def _is_prompt(request: Request) -> bool:
@@ -541,13 +582,15 @@ def _is_handed_over(request: Request) -> bool:
     return not request.num_preemptions and params.loads_whole_prompt
 
 
-def _has_its_grammar(request: Request) -> bool:
-    """Whether a request has waited only for its grammar, which is compiled now."""
+def _grammar(request: Request) -> Any:
+    """The grammar that a request waited for: None, the grammar, or why it did not compile.
+
+    It is None too for requests that do not wait for a grammar.
+    """
     if request.status != RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
-        return False
+        return None
     wanted = request.structured_output_request
-    grammar = wanted.grammar if wanted is not None else None
-    return grammar is not None and not isinstance(grammar, Exception)
+    return wanted.grammar if wanted is not None else None
 
 
 def _age(request: Request) -> tuple[int, float]:

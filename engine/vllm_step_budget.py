@@ -77,6 +77,7 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "deferred_waiting",
         "kv_holding_waiting",
         "finished_recving_kv_req_ids",
+        "grammar_compile_error_reqs",
         "kv_cache_manager",
         "waiting",
         "running",

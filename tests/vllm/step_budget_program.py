@@ -23,7 +23,7 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from baton.engine import vllm_step_budget
+from baton.engine import vllm_adapter_slots, vllm_step_budget
 from baton.engine.base import EngineDead
 from baton.engine.vllm_step_budget import use_step_budget
 from baton.kvtransfer.connector import vllm_connector
@@ -348,9 +348,122 @@ def prompt_beside_a_loaded_one() -> dict[str, Any]:
     return {"num_loaded": num_loaded, "steps": steps, "ended": engine.ended}
 
 
-def engine_with_images(targets: StepTargets) -> Engine:
+def beside_a_preemption() -> list[dict[str, int]]:
+    """Each step from the one in which a batch stream is preempted; a prompt arrives before it.
+
+    The preempted stream leaves enough free blocks for the prompt.
+    """
+    engine = Engine(8, asynchronous=False, targets=TARGETS["normal"])
+    engine.add("batch", range(1000, 1090), LATE, 50)
+    engine.add("stream", range(30), URGENT, 50)
+    while len(engine.reported["stream"]) < 2:
+        engine.step()
+    # The stream fills its two blocks, and the batch stream has the other six.
+    while len(engine.tokens["stream"]) <= 2 * BLOCK:
+        engine.step()
+    engine.add("arrives", range(2000, 2040), URGENT, 1)
+    steps = [engine.step()]
+    assert engine.preempted == ["batch"]
+    return [*steps, engine.step()]
+
+
+def loaded_in_the_last_place() -> list[dict[str, int]]:
+    """Steps in which a loaded prompt takes the last place, and in which a stream has left its own.
+
+    Another prompt arrives before them.
+    """
+    vllm_connector.EnginePort = ManyHandoffs  # type: ignore[misc,assignment]
+    engine = Engine(60, asynchronous=False, targets=TARGETS["normal"], max_num_seqs=2)
+    engine.add("stream", range(5), URGENT, 60)
+    engine.step()
+    order = ReceiveHandoff(HANDOFF, 2 * BLOCK, 60.0, is_fetch=True)
+    engine.add("fetched", range(1000, 1052), URGENT, 60, encode(receive=order))
+    engine.step()
+    ManyHandoffs.coming = (HANDOFF,)
+    while not engine.scheduler.finished_recving_kv_req_ids:
+        engine.step()
+    engine.add("arrives", range(2000, 2040), URGENT, 1)
+    steps = [engine.step()]
+    engine.abort("stream")
+    return [*steps, engine.step()]
+
+
+def loaded_without_a_place() -> list[dict[str, int]]:
+    """Steps beside a loaded prompt that has no place; then a stream ends and leaves its place."""
+    vllm_connector.EnginePort = ManyHandoffs  # type: ignore[misc,assignment]
+    engine = Engine(60, asynchronous=False, targets=TARGETS["normal"], max_num_seqs=2)
+    engine.add("stream", range(5), URGENT, 60)
+    engine.step()
+    order = ReceiveHandoff(HANDOFF, 2 * BLOCK, 60.0, is_fetch=True)
+    engine.add("fetched", range(1000, 1072), URGENT, 1, encode(receive=order))
+    engine.step()
+    engine.add("other", range(5), URGENT, 60)
+    ManyHandoffs.coming = (HANDOFF,)
+    while not engine.scheduler.finished_recving_kv_req_ids:
+        engine.step()
+    steps = [engine.step() for _ in range(2)]
+    engine.abort("stream")
+    return [*steps, engine.step()]
+
+
+def adapters_read(num_waiting: int) -> int:
+    """How often a step beside 20 streams reads which adapter a request uses."""
+    vllm_connector.EnginePort = ManyHandoffs  # type: ignore[misc,assignment]
+    engine = Engine(200, asynchronous=False, targets=TARGETS["normal"])
+    engine.scheduler.lora_config = SimpleNamespace(max_loras=MAX_LORAS)
+    for number in range(20):
+        engine.add(f"stream{number}", range(number, number + 5), URGENT, 200, adapter=1)
+    while not all(engine.reported.values()):
+        engine.step()
+    for number in range(num_waiting):
+        transfer = receive(handoff_id(number), BLOCK)
+        engine.add(f"waits{number}", range(BLOCK + 1), URGENT, 2, transfer, adapter=2)
+    read = vllm_adapter_slots._adapter
+    with mock.patch.object(vllm_adapter_slots, "_adapter", wraps=read) as reads:
+        engine.step()
+    return reads.call_count
+
+
+def failed_grammar(**lacks: Any) -> dict[str, str]:
+    """How requests have ended one step after a request's grammar failed to compile.
+
+    Args:
+        lacks: Engine arguments; without them, the request lacks an adapter slot.
+    """
+    engine = Engine(60, asynchronous=False, targets=TARGETS["normal"], **lacks)
+    engine.scheduler.lora_config = None if lacks else SimpleNamespace(max_loras=1)
+    engine.add("stream", range(5), URGENT, 100, adapter=1)
+    engine.step()
+    engine.add("json", range(1000, 1010), URGENT, 1, adapter=2)
+    prompt = engine.scheduler.requests["json"]
+    prompt.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    prompt.structured_output_request = SimpleNamespace(grammar=ValueError("no grammar"))
+    engine.step()
+    return engine.ended
+
+
+def prompts_behind_an_image(num_blocks: int) -> list[dict[str, int]]:
+    """Steps until a short prompt starts, for whose image the encoder cache has no room at first.
+
+    A batch prompt of 13 blocks stands inside its own image. Behind the short prompt, which has 6
+    blocks, wait one with text only, of 10 blocks, and one whose image would have room.
+    """
+    engine = engine_with_images(TARGETS["normal"], num_blocks)
+    engine.add("batch", range(1000, 1200), LATE, 1, images=[range(70, 150)])
+    for _ in range(2):
+        engine.step()
+    engine.add("image", range(3000, 3090), URGENT, 1, images=[range(80)])
+    engine.add("later image", range(5000, 5200), URGENT, 1, images=[range(10)])
+    engine.add("text", range(4000, 4150), URGENT, 1)
+    steps: list[dict[str, int]] = []
+    while not any("image" in step for step in steps) and len(steps) < 100:
+        steps.append(engine.step())
+    return steps
+
+
+def engine_with_images(targets: StepTargets, num_blocks: int = 60) -> Engine:
     """An engine that holds the embeddings of 100 image tokens."""
-    engine = Engine(60, asynchronous=False, targets=targets)
+    engine = Engine(num_blocks, asynchronous=False, targets=targets)
     hold_image_tokens(engine, 100)
     return engine
 
@@ -655,6 +768,17 @@ def scenarios() -> dict[str, Any]:
             "prompt beside a loaded one": prompt_beside_a_loaded_one(),
             "images in two lanes": images_in_two_lanes(),
             "image behind a chunk": image_behind_a_chunk(),
+            "beside a preemption": beside_a_preemption(),
+            "loaded in the last place": loaded_in_the_last_place(),
+            "loaded without a place": loaded_without_a_place(),
+            "adapters read": {str(number): adapters_read(number) for number in (0, 10, 40)},
+            "failed grammar": {
+                "no adapter slot": failed_grammar(),
+                "no place": failed_grammar(max_num_seqs=1),
+            },
+            "prompts behind an image": {
+                str(num_blocks): prompts_behind_an_image(num_blocks) for num_blocks in (60, 21)
+            },
         }
 
 
