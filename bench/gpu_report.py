@@ -85,6 +85,8 @@ def checks(directory: Path, engine_args: str, num_processes: int, tests_s: float
     # Each kind of model has engines of its own, so they can run at the same time.
     pytest += ["--numprocesses", str(num_processes), "--dist", "loadgroup"]
     pytest += ["--proofs", str(proofs), "--junitxml", str(junit)]
+    # This plugin, where it is installed, warns of several processes, and warnings are errors.
+    pytest += ["-p", "no:benchmark"]
     engines = ["--engine-args", engine_args]
     return [
         Check("tests", pytest, tests_s, junit, outcomes),
