@@ -319,12 +319,14 @@ class WorkerLoad:
 
     def predict_prompt_speed(self, targets: StepTargets, now: float) -> None:
         """Updates `prompt_speed`, and the queue with it, after a change of decodes or targets."""
+        model = self.traits.latency.model
         self._rest_of_step_s = targets.prompt_step_s / 2
-        self.prompt_share = prompt_share_alone(self.traits.latency.model, targets)
+        self.prompt_share = prompt_share_alone(model, targets)
         limit_s = math.inf
         if self.num_interactive:
             limit_s = targets.expected_limit_s(self.mean_itl_s(), self.single_step_s)
-        speed = self._speed_beside(targets, Streams(len(self._decodes), self.mean_tokens, limit_s))
+        streams = Streams(len(self._decodes), self.mean_tokens, limit_s)
+        speed = prompt_speed(model, targets, streams, self.prompt_share)
         if speed != self.prompt_speed:
             self._prompts.advance(now, self.prompt_speed)
             self.prompt_speed = speed
@@ -332,12 +334,11 @@ class WorkerLoad:
 
     def speed_with_one(self, targets: StepTargets, num_tokens: int) -> float:
         """Speed of prompts beside one interactive decode of `num_tokens` KV tokens."""
+        model = self.traits.latency.model
         step_s = self.traits.latency.decode_step_s(1, num_tokens)
         limit_s = targets.expected_limit_s(step_s, self.single_step_s)
-        return self._speed_beside(targets, Streams(1, num_tokens, limit_s))
-
-    def _speed_beside(self, targets: StepTargets, streams: Streams) -> float:
-        return prompt_speed(self.traits.latency.model, targets, streams)
+        streams = Streams(1, num_tokens, limit_s)
+        return prompt_speed(model, targets, streams, prompt_share_alone(model, targets))
 
     def is_full(self, limit: QueueLimit, now: float) -> bool:
         """Whether the worker's queue is at the limit, so that it takes no further prompt."""
