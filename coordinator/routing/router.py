@@ -386,6 +386,11 @@ class Router:
         """Whether a worker is below its limit of decodes."""
         return bool(self.loads.open_decode & entry.bit)
 
+    def has_room(self, entry: WorkerLoad, num_tokens: int) -> bool:
+        """Whether a worker has room for this many KV tokens; one without decodes always has."""
+        needed = entry.in_blocks(num_tokens)
+        return self.takes_decodes(entry) and (needed <= entry.free_tokens or not entry.num_decodes)
+
     def near(self, one: WorkerKey, other: WorkerKey) -> bool:
         """Whether two workers are on one host, as far as known."""
         first, second = self.loads.get(one), self.loads.get(other)
