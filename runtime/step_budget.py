@@ -408,12 +408,20 @@ def prompt_tokens(
     return grants
 
 
-def prompt_speed(model: LatencyModel, targets: StepTargets, streams: Streams) -> float:
+def prompt_speed(
+    model: LatencyModel, targets: StepTargets, streams: Streams, share_alone: float
+) -> float:
     """Speed of prompts beside these streams, as a share of the speed without streams; (0, 1].
 
     A step without streams counts as full speed, although it pays its base as well.
+
+    Args:
+        model: Predicts the time of a step.
+        targets: The step's targets.
+        streams: The streams that decode in it.
+        share_alone: `prompt_share_alone` of the same model and targets.
     """
-    return min(1.0, _prompt_share(model, targets, streams) / prompt_share_alone(model, targets))
+    return min(1.0, _prompt_share(model, targets, streams) / share_alone)
 
 
 def prompt_share_alone(model: LatencyModel, targets: StepTargets) -> float:

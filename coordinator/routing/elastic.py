@@ -8,12 +8,10 @@ from __future__ import annotations
 import math
 
 from baton.coordinator.routing.choices import NoPlacement, Placement, PrefillChoice
-from baton.coordinator.routing.elastic_choices import (
-    AHEAD_S,
-    Demand,
-    ElasticChoices,
-    reachable_itl_s,
-)
+from baton.coordinator.routing.elastic_candidates import Demand, ElasticCandidates
+from baton.coordinator.routing.elastic_choices import ElasticChoices
+from baton.coordinator.routing.elastic_decode_choices import reachable_itl_s
+from baton.coordinator.routing.elastic_prefill_choices import AHEAD_S
 from baton.coordinator.routing.handoffs import Handoffs
 from baton.coordinator.routing.prefix_fetches import PrefixFetches
 from baton.coordinator.routing.prefix_match import PrefixMatch
@@ -63,7 +61,8 @@ class ElasticRule:
         self._lanes, self._router, self._prompts = config.lanes, router, prompts
         self._needs, self._handoffs, self._prompt_times = needs, handoffs, prompt_times
         self._prompt_demand = PromptDemand()
-        self._choices = ElasticChoices(router, fetches, self._prompt_demand)
+        self._candidates = ElasticCandidates(router, fetches)
+        self._choices = ElasticChoices(router, self._candidates, self._prompt_demand)
 
     def place(self, request: Request) -> Placement | NoPlacement:
         """Returns the workers for a request whose turn it is, or why it waits.
@@ -99,7 +98,7 @@ class ElasticRule:
         """Predicts when a worker's prompts are nearly computed; see PlacementRule."""
         if self._router.idlest_prefill() is None:
             return math.inf
-        found = self._choices.candidates(self._prompts.usable(request), None)
+        found = self._candidates.compared(self._prompts.usable(request), None)
         times = [entry.free_at - AHEAD_S for entry, _ in found]
         return min((at for at in times if at > self._router.now), default=math.inf)
 
@@ -122,7 +121,7 @@ class ElasticRule:
         # A fetch leaves as much to compute as the worker has that holds the prefix.
         found = (
             (entry.traits, entry.traits.hits(held, num_tokens).num_tokens)
-            for entry, held in self._choices.candidates(match, session)
+            for entry, held in self._candidates.compared(match, session)
         )
         return min(
             (traits.latency.prefill_s(max(1, num_tokens - num_held)) for traits, num_held in found),

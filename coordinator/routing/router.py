@@ -323,7 +323,10 @@ class Router:
             prefill: worker passed to `assign_prefill`; None: no worker.
             decode: worker passed to `assign_decode`; None: no worker.
         """
-        self._end_prefill(request_id, prefill if prefill is not None else decode)
+        self.index.settle(request_id)
+        if (entry := self._prompt_worker(prefill, decode)) is not None:
+            entry.prompt_computed(request_id, self.now)
+            self.loads.update_prompts(entry)
         if (entry := self.loads.get(decode)) is not None:
             entry.arrive(request_id)
 
@@ -339,17 +342,23 @@ class Router:
             self.loads.update(entry)
 
     def release(self, request_id: str, prefill: WorkerKey | None, decode: WorkerKey | None) -> None:
-        """Removes a request from its workers' loads; idempotent. Arguments as in `first_token`."""
-        self._end_prefill(request_id, prefill if prefill is not None else decode)
+        """Removes a request from its workers' loads; idempotent. Arguments as in `first_token`.
+
+        A prompt without a first token so far will have none.
+        """
+        self.index.settle(request_id)
+        if (entry := self._prompt_worker(prefill, decode)) is not None:
+            entry.drop_prompt(request_id, self.now)
+            self.loads.update_prompts(entry)
         if (entry := self.loads.get(decode)) is not None:
             self._num_interactive -= entry.end_decode(request_id)
             self.loads.update(entry)
 
-    def _end_prefill(self, request_id: str, prefill: WorkerKey | None) -> None:
-        self.index.settle(request_id)
-        if (entry := self.loads.get(prefill)) is not None:
-            entry.end_prefill(request_id, self.now)
-            self.loads.update_prompts(entry)
+    def _prompt_worker(
+        self, prefill: WorkerKey | None, decode: WorkerKey | None
+    ) -> WorkerLoad | None:
+        """Load of the worker that computes a request's prompt; arguments as in `first_token`."""
+        return self.loads.get(prefill if prefill is not None else decode)
 
     def forget_session(self, session: SessionKey) -> None:
         """Forgets which workers a session had; idempotent."""
@@ -376,6 +385,11 @@ class Router:
     def takes_decodes(self, entry: WorkerLoad) -> bool:
         """Whether a worker is below its limit of decodes."""
         return bool(self.loads.open_decode & entry.bit)
+
+    def has_room(self, entry: WorkerLoad, num_tokens: int) -> bool:
+        """Whether a worker has room for this many KV tokens; one without decodes always has."""
+        needed = entry.in_blocks(num_tokens)
+        return self.takes_decodes(entry) and (needed <= entry.free_tokens or not entry.num_decodes)
 
     def near(self, one: WorkerKey, other: WorkerKey) -> bool:
         """Whether two workers are on one host, as far as known."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from baton.coordinator.routing.load_speeds import LoadSpeeds
 from baton.coordinator.routing.prefix_index import Tier
 from baton.coordinator.routing.prefix_match import HeldPrefix
+from baton.coordinator.routing.prompt_queue import PromptQueue, QueuedPrompt
 from baton.coordinator.state.requests import PromptHits, WorkerKey
 from baton.runtime.latency import LatencyModel
 from baton.runtime.step_budget import StepTargets, Streams, prompt_share_alone, prompt_speed
@@ -104,34 +104,6 @@ class _Decode:
     late: bool = False
 
 
-class _Prefill(NamedTuple):
-    """A prompt assigned to a worker.
-
-    Attributes:
-        work_s: predicted seconds of its computation on an idle worker.
-        num_tokens: tokens to compute.
-        due_at: when its first token is due, by the core's clock.
-        is_batch: whether it is the prompt of a batch request.
-    """
-
-    work_s: float
-    num_tokens: int
-    due_at: float
-    is_batch: bool
-
-    def goes_before(self, num_tokens: int, now: float, *, is_batch: bool) -> bool:
-        """Whether a worker computes it before a new prompt (runtime/step_budget.py).
-
-        Args:
-            num_tokens: tokens of the new prompt to compute.
-            now: time by the core's clock.
-            is_batch: whether the new prompt is of a batch request.
-        """
-        if self.is_batch != is_batch:
-            return is_batch
-        return self.num_tokens <= num_tokens and self.due_at >= now
-
-
 class QueueLimit(NamedTuple):
     """Limit of prefill work queued on a worker.
 
@@ -155,7 +127,6 @@ class WorkerLoad:
     Attributes:
         bit: the worker's bit in masks of workers.
         free_at: predicted time when the assigned prefill work is done.
-        queued_tokens: tokens of assigned prompts that have no first token yet.
         num_interactive: number of decodes that are known to be interactive.
         next_long_gap_at: earliest time at which the worker may compute another prompt that makes
             the gaps of its decodes too long; until then their share of long gaps is used up.
@@ -176,7 +147,6 @@ class WorkerLoad:
     traits: WorkerTraits
     bit: int
     free_at: float = -math.inf
-    queued_tokens: int = 0
     num_interactive: int = 0
     next_long_gap_at: float = -math.inf
     reserved_tokens: int = 0
@@ -186,12 +156,9 @@ class WorkerLoad:
     mean_tokens: int = 0
     prompt_speed: float = 1.0
     prompt_share: float = 1.0
-    # In order of arrival. This is an OrderedDict, because finding the first key of a dict takes
-    # O(n) after its first keys were deleted.
-    _prefills: OrderedDict[str, _Prefill] = field(default_factory=OrderedDict)
+    _prompts: PromptQueue = field(default_factory=PromptQueue)
     _decodes: dict[str, _Decode] = field(default_factory=dict)
-    # Sum of `work_s` in _prefills, and the time when the present first prompt became the first.
-    _queued_s: float = 0.0
+    # Time when the present first prompt became the first.
     _first_since: float = -math.inf
     _unassigned_tokens: int = 0
     # Mean time until a step without decodes ends.
@@ -205,7 +172,12 @@ class WorkerLoad:
 
     @property
     def num_prefills(self) -> int:
-        return len(self._prefills)
+        return len(self._prompts)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of assigned prompts that have no first token yet."""
+        return self._prompts.num_tokens
 
     @property
     def num_decodes(self) -> int:
@@ -259,7 +231,7 @@ class WorkerLoad:
         """
         if self._decodes:
             return 1.5 * self.itl_with_s(0, 0)
-        if self._prefills:
+        if self._prompts:
             return 1.5 * min(self.queued_s(now), 2 * self._rest_of_step_s or self.step_s)
         return self.traits.latency.prefill_s(1)
 
@@ -289,22 +261,25 @@ class WorkerLoad:
 
     def interactive_work_s(self, now: float) -> float:
         """The same, of the prompts that are not batch prompts."""
-        work_s = math.fsum(one.work_s for one in self._prefills.values() if not one.is_batch)
-        return min(self.work_s(now), work_s)
+        left_s = sum(one.left_s for one in self._prompts if not one.is_batch)
+        return min(self.work_s(now), left_s)
 
     def ahead_s(self, num_tokens: int, now: float, *, is_batch: bool = False) -> float:
         """Predicted seconds of prefill work that goes before a prompt of `num_tokens` tokens.
 
         A worker computes interactive prompts before batch ones, then those that can be in time, the
         shortest first. Others delay such a prompt by the rest of the step that is under way.
+
+        Prompts count with their whole work, although some of it is done: in simulations near
+        capacity, counting only the rest sent workers more prompts than they computed in time.
         """
         left_s = self.queued_s(now)
         if not left_s:
             return 0.0
         work_s, has_others = 0.0, False
-        for prefill in self._prefills.values():
-            if prefill.goes_before(num_tokens, now, is_batch=is_batch):
-                work_s += prefill.work_s / self.prompt_speed
+        for prompt in self._prompts:
+            if prompt.goes_before(num_tokens, now, is_batch=is_batch):
+                work_s += prompt.work_s / self.prompt_speed
             else:
                 has_others = True
         return min(left_s, work_s + (self._rest_of_step_s if has_others else 0.0))
@@ -319,7 +294,7 @@ class WorkerLoad:
         """
         return sum(
             one.is_batch == is_batch and one.num_tokens > num_tokens and one.due_at >= now
-            for one in self._prefills.values()
+            for one in self._prompts
         )
 
     def prompt_work_s(self, num_tokens: int, now: float) -> float:
@@ -334,34 +309,36 @@ class WorkerLoad:
             # `prompt_speed` includes the base of steps with decodes.
             return tokens_s / self.prompt_speed
         alone_s = latency.prefill_s(num_tokens)
-        if len(self._prefills) > 1 and self.queued_s(now) > 0:
+        if len(self._prompts) > 1 and self.queued_s(now) > 0:
             alone_s = min(alone_s, tokens_s / self.prompt_share)
         return alone_s / self.prompt_speed
 
     def has_late_request(self, now: float) -> bool:
         """Whether an assigned first token is overdue, or its worker decodes after a late one."""
-        return self._num_late > 0 or any(one.due_at < now for one in self._prefills.values())
+        return self._num_late > 0 or any(one.due_at < now for one in self._prompts)
 
     def predict_prompt_speed(self, targets: StepTargets, now: float) -> None:
         """Updates `prompt_speed`, and the queue with it, after a change of decodes or targets."""
+        model = self.traits.latency.model
         self._rest_of_step_s = targets.prompt_step_s / 2
-        self.prompt_share = prompt_share_alone(self.traits.latency.model, targets)
+        self.prompt_share = prompt_share_alone(model, targets)
         limit_s = math.inf
         if self.num_interactive:
             limit_s = targets.expected_limit_s(self.mean_itl_s(), self.single_step_s)
-        speed = self._speed_beside(targets, Streams(len(self._decodes), self.mean_tokens, limit_s))
+        streams = Streams(len(self._decodes), self.mean_tokens, limit_s)
+        speed = prompt_speed(model, targets, streams, self.prompt_share)
         if speed != self.prompt_speed:
-            self.free_at = now + self.work_s(now) / speed
+            self._prompts.advance(now, self.prompt_speed)
             self.prompt_speed = speed
+            self._predict_end(now)
 
     def speed_with_one(self, targets: StepTargets, num_tokens: int) -> float:
         """Speed of prompts beside one interactive decode of `num_tokens` KV tokens."""
+        model = self.traits.latency.model
         step_s = self.traits.latency.decode_step_s(1, num_tokens)
         limit_s = targets.expected_limit_s(step_s, self.single_step_s)
-        return self._speed_beside(targets, Streams(1, num_tokens, limit_s))
-
-    def _speed_beside(self, targets: StepTargets, streams: Streams) -> float:
-        return prompt_speed(self.traits.latency.model, targets, streams)
+        streams = Streams(1, num_tokens, limit_s)
+        return prompt_speed(model, targets, streams, prompt_share_alone(model, targets))
 
     def is_full(self, limit: QueueLimit, now: float) -> bool:
         """Whether the worker's queue is at the limit, so that it takes no further prompt."""
@@ -383,7 +360,7 @@ class WorkerLoad:
 
     def _has_room_at(self, num_tokens: float) -> float:
         """Time when fewer than `num_tokens` are left, by the predicted work of the first prompt."""
-        first = next(iter(self._prefills.values()), None)
+        first = self._prompts.first
         if first is None:
             return -math.inf
         num_more = num_tokens - (self.queued_tokens - first.num_tokens)
@@ -404,31 +381,38 @@ class WorkerLoad:
         is_batch: bool = False,
     ) -> None:
         """Adds a prompt that takes `work_s` seconds at the present speed."""
-        assert request_id not in self._prefills
-        if not self._prefills:
+        if not self._prompts:
             self._first_since = now
-        self.free_at = max(self.free_at, now) + work_s
+        self._prompts.advance(now, self.prompt_speed)
         work_s *= self.prompt_speed
-        self._prefills[request_id] = _Prefill(work_s, num_tokens, due_at, is_batch)
-        self._queued_s += work_s
-        self.queued_tokens += num_tokens
+        self._prompts.add(request_id, QueuedPrompt(work_s, num_tokens, due_at, is_batch))
+        self._predict_end(now)
 
-    def end_prefill(self, request_id: str, now: float = 0.0) -> None:
-        """Removes a prompt whose first token came or will never come; idempotent."""
-        was_first = next(iter(self._prefills), None) == request_id
-        ended = self._prefills.pop(request_id, None)
-        if ended is not None:
-            if was_first:
-                self._first_since = now
-            self.queued_tokens -= ended.num_tokens
-            # Rounding errors of float subtraction would keep the sum from returning to 0.
-            self._queued_s = self._queued_s - ended.work_s if self._prefills else 0.0
-            decode = self._decodes.get(request_id)
-            if decode is not None and ended.due_at < now:
-                decode.late = True
-                self._num_late += 1
-            # Restarting at `now` drops the prediction error of the prompt that ended.
-            self.free_at = now + self._queued_s / self.prompt_speed
+    def prompt_computed(self, request_id: str, now: float) -> None:
+        """Removes a prompt whose first token came; idempotent."""
+        ended = self._end_prompt(request_id, now, is_computed=True)
+        decode = self._decodes.get(request_id)
+        if ended is not None and decode is not None and ended.due_at < now:
+            decode.late = True
+            self._num_late += 1
+
+    def drop_prompt(self, request_id: str, now: float) -> None:
+        """Removes a prompt that the worker stops computing; idempotent."""
+        self._end_prompt(request_id, now, is_computed=False)
+
+    def _end_prompt(self, request_id: str, now: float, *, is_computed: bool) -> QueuedPrompt | None:
+        if request_id not in self._prompts:
+            return None
+        first = self._prompts.first
+        self._prompts.advance(now, self.prompt_speed)
+        ended = self._prompts.end(request_id, is_computed=is_computed)
+        if ended is first:
+            self._first_since = now
+        self._predict_end(now)
+        return ended
+
+    def _predict_end(self, now: float) -> None:
+        self.free_at = now + self._prompts.left_s / self.prompt_speed
 
     def record_long_gaps(self, num_tokens: int, share: float, now: float) -> None:
         """Records a prompt whose computation here makes gaps of the running decodes too long.
@@ -465,7 +449,7 @@ class WorkerLoad:
 
     def has_prompt(self, request_id: str) -> bool:
         """Whether the prompt of an assigned request is not computed yet."""
-        return request_id in self._prefills
+        return request_id in self._prompts
 
     def arrive(self, request_id: str) -> None:
         """Records that the prompt of a decode is computed."""
@@ -522,10 +506,8 @@ class WorkerLoad:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a sum differs from its parts."""
-        prefills, decodes = self._prefills.values(), self._decodes.values()
-        assert self.queued_tokens == sum(one.num_tokens for one in prefills)
-        queued_s = math.fsum(one.work_s for one in prefills)
-        assert math.isclose(self._queued_s, queued_s, rel_tol=1e-6, abs_tol=1e-6)
+        self._prompts.check_integrity()
+        decodes = self._decodes.values()
         assert self.num_interactive == sum(one.is_interactive for one in decodes)
         assert self._num_late == sum(one.late for one in decodes)
         assert self.reserved_tokens == sum(one.num_kv_tokens for one in decodes)

@@ -11,7 +11,8 @@ from virtual_cell import VirtualCell, WorkerShape
 from worker_choices import elastic_choices
 
 from baton.coordinator.routing.choices import DecodeChoice, NoPlacement, PrefillChoice
-from baton.coordinator.routing.elastic_choices import Demand
+from baton.coordinator.routing.elastic_candidates import Demand, ElasticCandidates
+from baton.coordinator.routing.prefix_fetches import PrefixFetches
 from baton.coordinator.routing.prompt_demand import PromptDemand
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerTraits
@@ -441,7 +442,8 @@ def test_an_output_stays_where_its_prompt_is_read_if_a_handoff_might_cost_its_ta
 
 def test_a_large_cell_is_divided_into_groups_that_share_the_load():
     cell = Cell(*(f"w{number}" for number in range(80)))
-    assert len(cell.choices.candidates(cell.match(), "")) == 27
+    candidates = ElasticCandidates(cell.router, PrefixFetches(cell.router))
+    assert len(candidates.compared(cell.match(), None)) == 27
     decoders = {cell.start().decode.worker for _ in range(3 * MOST_BESIDE_PROMPTS)}
     # Each group packs its outputs on one worker.
     assert len(decoders) == 3

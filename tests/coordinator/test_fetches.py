@@ -10,7 +10,7 @@ import pytest
 from worker_choices import elastic_choices, pool_choices
 
 from baton.coordinator.routing.choices import NoPlacement, PrefillChoice
-from baton.coordinator.routing.elastic_choices import Demand
+from baton.coordinator.routing.elastic_candidates import Demand
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.transfers import Transfers
 from baton.coordinator.routing.worker_load import WorkerTraits

@@ -6,7 +6,7 @@ import pytest
 from worker_choices import elastic_choices, pool_choices
 
 from baton.coordinator.routing.choices import PrefillChoice
-from baton.coordinator.routing.elastic_choices import Demand
+from baton.coordinator.routing.elastic_candidates import Demand
 from baton.coordinator.routing.prefix_match import HeldPrefix
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerLoad, WorkerTraits

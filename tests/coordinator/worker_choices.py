@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from baton.coordinator.routing.elastic_candidates import ElasticCandidates
 from baton.coordinator.routing.elastic_choices import ElasticChoices
 from baton.coordinator.routing.pool_choices import PoolChoices
 from baton.coordinator.routing.prefix_fetches import PrefixFetches
@@ -16,4 +17,5 @@ def pool_choices(router: Router, *, fetches: bool = True) -> PoolChoices:
 def elastic_choices(
     router: Router, *, fetches: bool = True, prompts: PromptDemand | None = None
 ) -> ElasticChoices:
-    return ElasticChoices(router, PrefixFetches(router, enabled=fetches), prompts or PromptDemand())
+    candidates = ElasticCandidates(router, PrefixFetches(router, enabled=fetches))
+    return ElasticChoices(router, candidates, prompts or PromptDemand())

@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import NormalDist
 from typing import NamedTuple
 
-from baton.coordinator.routing.elastic_choices import reachable_itl_s
+from baton.coordinator.routing.elastic_decode_choices import reachable_itl_s
 from baton.coordinator.scaling.autoscale import forecast, queueing
 from baton.coordinator.scaling.autoscale.types import (
     DecodeLoad,
