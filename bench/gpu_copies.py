@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from baton.kvtransfer.connector.block_copies import Run
+from baton.kvtransfer.connector.block_copies import LayerRun, LayerRuns, Run
 from baton.kvtransfer.connector.cuda_copies import CudaCopies
 from baton.kvtransfer.connector.paged_cache import PagedCache
 from baton.kvtransfer.control import split_blocks
@@ -137,7 +137,7 @@ class _Step:
             if compute is not None:
                 compute()
             for run in self._runs(layer):
-                copy = self.copies.gather(layer, blocks, [run])
+                copy = self.copies.gather([LayerRuns(layer, blocks, [run])])
                 if not self.copies.pinned:
                     # Unpinned copies go through a bounce buffer, which must be free for the next.
                     copy.wait()
@@ -151,7 +151,7 @@ class _Step:
         blocks = self.copies.prepare(self._ids)
         for layer in range(_LAYERS):
             for run in self._runs(layer):
-                self.copies.scatter(layer, blocks, run)
+                self.copies.scatter([LayerRun(layer, blocks, run)])
         self.copies.join_scatters()
 
     def _runs(self, layer: int) -> list[Run]:

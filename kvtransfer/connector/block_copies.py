@@ -26,15 +26,50 @@ class Run:
     offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class LayerRuns:
+    """Blocks of one layer that are gathered.
+
+    Attributes:
+        layer: Index of the layer.
+        blocks: The prepared block IDs.
+        runs: Blocks that follow each other in `blocks`.
+    """
+
+    layer: int
+    blocks: Any
+    runs: Sequence[Run]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRun:
+    """Blocks of one layer that are scattered.
+
+    Attributes:
+        layer: Index of the layer.
+        blocks: The prepared block IDs.
+        run: Blocks in staging, as the sender has them.
+        heads: The heads to copy, if the sender's blocks have other heads than the cache's.
+    """
+
+    layer: int
+    blocks: Any
+    run: Run
+    heads: HeadRange | None = None
+
+
 class BlockCopies(ABC):
     """Copies of one rank. Only the rank's thread uses it; the result of a gather may go to another.
 
     Attributes:
+        joined_bytes: Most bytes of staging in one copy of several layers; 0: each layer is copied
+            alone.
         finishes_at_once: Whether a copy has ended when the call returns.
         gathers_wait: Whether a gather waits until an earlier gather's copy was waited for
             (`Copy.wait`) in another thread.
     """
 
+    joined_bytes: int = 0
     finishes_at_once: bool
     gathers_wait: bool
 
@@ -54,27 +89,27 @@ class BlockCopies(ABC):
         """
 
     @abstractmethod
-    def gather(self, layer: int, blocks: Any, runs: Sequence[Run]) -> Copy:
-        """Copies runs that follow each other in `blocks` from the cache to staging.
+    def gather(self, parts: Sequence[LayerRuns]) -> Copy:
+        """Copies blocks from the cache to staging.
 
         It copies what the caller's stream has written before.
+
+        Args:
+            parts: At most `max_blocks` of one layer, or `joined_bytes` of several.
 
         Raises:
             TimeoutError: Earlier copies have not ended in time. Nothing is copied.
         """
 
     @abstractmethod
-    def scatter(self, layer: int, blocks: Any, run: Run, heads: HeadRange | None = None) -> Copy:
-        """Copies a run from staging to the cache. The copy has ended when staging has been read.
+    def scatter(self, parts: Sequence[LayerRun]) -> Copy:
+        """Copies blocks from staging to the cache. The copy has ended when staging has been read.
 
         The blocks change after the earlier work of the caller's stream. Later work that depends on
         them needs `join_scatters`, or the end of `landing`.
 
         Args:
-            layer: Index of the layer.
-            blocks: The prepared block IDs.
-            run: Blocks in staging, as the sender has them.
-            heads: The heads to copy, if the sender's blocks have other heads than the cache's.
+            parts: Any number of blocks of one layer, or `joined_bytes` of several.
         """
 
     @abstractmethod

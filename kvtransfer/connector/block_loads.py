@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from baton.kvtransfer.connector.block_copies import BlockCopies, Run
+from baton.kvtransfer.connector.block_copies import BlockCopies, LayerRun, Run
 from baton.kvtransfer.connector.handoff_step import Part
 from baton.kvtransfer.connector.notifier import Copy
 from baton.kvtransfer.control import Claim, checksum
@@ -32,6 +33,10 @@ class Check:
     offset: int
     num_bytes: int
     block_ids: Sequence[int]
+
+
+# The fields of a Check without its copy.
+_Held: TypeAlias = tuple[int, int, int, Sequence[int]]
 
 
 def _held_blocks(frame: kv_transfer_pb2.LocalFrame) -> range:
@@ -97,6 +102,12 @@ def copy_in(
         for table, part in zip(layout.tables, parts, strict=True)
         if part.block_ids
     }
+    held, frames, held_bytes = list[LayerRun](), list[_Held](), 0
+
+    def copied() -> Iterator[Check]:
+        copy = copies.scatter(held)
+        yield from (Check(copy, *one) for one in frames)
+
     # A draft's layers come last; this engine may have no draft.
     known = (frame for frame in claimed.frames if frame.layer < layout.num_all_layers)
     for batch in _batched(known, copies):
@@ -107,22 +118,31 @@ def copy_in(
         def staged(block: int, layer: int = layer) -> int:
             return claimed.offset + layout.offset(0, layer, block, claimed.num_blocks)
 
-        held = range(batch[0].first_block, _held_blocks(batch[-1]).stop)
-        for begin, wanted in _wanted_blocks(held, group, part):
+        come = range(batch[0].first_block, _held_blocks(batch[-1]).stop)
+        for begin, wanted in _wanted_blocks(come, group, part):
+            num_bytes = len(wanted) * group.block_bytes
+            if held and held_bytes + num_bytes > copies.joined_bytes:
+                yield from copied()
+                held, frames, held_bytes = [], [], 0
             run = Run(begin, len(wanted), staged(wanted.start))
-            copy = copies.scatter(layer, prepared[group.table], run, heads.get(group))
+            held.append(LayerRun(layer, prepared[group.table], run, heads.get(group)))
+            held_bytes += num_bytes
             for frame in batch:
-                copied = _common(_held_blocks(frame), wanted)
-                if not copied:
-                    continue
-                first = begin + copied.start - wanted.start
-                yield Check(
-                    copy,
-                    frame.checksum,
-                    staged(frame.first_block),
-                    frame.num_blocks * group.block_bytes,
-                    part.block_ids[first : first + len(copied)],
-                )
+                if both := _common(_held_blocks(frame), wanted):
+                    first = begin + both.start - wanted.start
+                    frames.append(
+                        (
+                            frame.checksum,
+                            staged(frame.first_block),
+                            frame.num_blocks * group.block_bytes,
+                            part.block_ids[first : first + len(both)],
+                        )
+                    )
+            if held_bytes >= copies.joined_bytes:
+                yield from copied()
+                held, frames, held_bytes = [], [], 0
+    if held:
+        yield from copied()
 
 
 def holds(check: Check, memory: memoryview) -> bool:

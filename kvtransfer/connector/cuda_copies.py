@@ -17,20 +17,19 @@ import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from baton.kvtransfer.connector.block_copies import BlockCopies, Run
+from baton.kvtransfer.connector.block_copies import BlockCopies, LayerRun, LayerRuns
 from baton.kvtransfer.connector.notifier import Copy
 from baton.kvtransfer.connector.paged_cache import PagedCache
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES
-from baton.kvtransfer.head_ranges import HeadRange
 
 # Largest copy. Launching one takes the host about as long as the bus needs for 8 MiB, so frames are
-# copied together.
+# copied together, also those of several layers.
 _SLOT_BYTES = 4 * FRAME_TARGET_BYTES
 # Slots of each scratch ring. They bound the bytes that are gathered and not yet copied out, so a
 # slow bus delays the model and does not fill the memory. They also bound how long a step's bytes
@@ -123,6 +122,7 @@ class CudaCopies(BlockCopies):
         self._staging, self._words = staging, cache.words(staging)
         # Every slot holds the largest block of any layer, and each layer's blocks up to its size.
         self._slot_bytes = scratch_slot_bytes(cache.largest_block_bytes, slot_bytes)
+        self.joined_bytes = self._slot_bytes
         self._gathers = torch.cuda.Stream(self._device)
         self._out = torch.cuda.Stream(self._device)
         self._in = torch.cuda.Stream(self._device)
@@ -163,68 +163,107 @@ class CudaCopies(BlockCopies):
             self._scatters.wait_event(self._gathers.record_event())
         return blocks
 
-    def gather(self, layer: int, blocks: torch.Tensor, runs: Sequence[Run]) -> Copy:
+    def gather(self, parts: Sequence[LayerRuns]) -> Copy:
         slot = next(self._outgoing)
         if slot.host is not None:
             self._stalled = not slot.left.wait(0 if self._stalled else _SLOT_TIMEOUT_S)
             if self._stalled:
                 raise TimeoutError(f"no copy to staging has ended in {_SLOT_TIMEOUT_S:g} s")
             slot.left.clear()
-        begin, count = runs[0].begin, sum(run.num_blocks for run in runs)
-        most = self.max_blocks(layer)
-        assert count <= most, f"{count} blocks in one gather; at most {most}"
-        scratch = slot.words[: count * self._cache.block_words(layer)]
         written = torch.cuda.current_stream(self._device).record_event()
+        end, ranges = 0, list[slice]()
         with torch.cuda.stream(self._gathers):
             self._gathers.wait_event(written)
             if slot.used is not None:
                 self._gathers.wait_event(slot.used)
-            torch.index_select(
-                self._cache.layers[layer],
-                0,
-                blocks[begin : begin + count],
-                out=self._cache.rows(layer, scratch),
-            )
+            for part in parts:
+                layer, first = part.layer, part.runs[0].begin
+                count = sum(run.num_blocks for run in part.runs)
+                begin, end = end, end + count * self._cache.block_words(layer)
+                assert end <= len(slot.words), f"{end} words in one gather of {len(slot.words)}"
+                torch.index_select(
+                    self._cache.layers[layer],
+                    0,
+                    part.blocks[first : first + count],
+                    out=self._cache.rows(layer, slot.words[begin:end]),
+                )
+                ranges += (
+                    self._cache.word_range(layer, run.offset, run.num_blocks) for run in part.runs
+                )
             self._gathered = self._gathers.record_event()
         copied = torch.cuda.Event(blocking=True)
         targets = []
         with torch.cuda.stream(self._out):
             self._out.wait_event(self._gathered)
             if slot.host is not None:
-                host = slot.host[: len(scratch)]
-                host.copy_(scratch, non_blocking=True)
-            at = 0
-            for run in runs:
-                staging = self._words[self._cache.word_range(layer, run.offset, run.num_blocks)]
-                end = at + len(staging)
+                slot.host[:end].copy_(slot.words[:end], non_blocking=True)
+            for at, words in _placed(ranges):
+                staging, own = self._words[words], slice(at, at + words.stop - words.start)
                 if slot.host is None:
-                    staging.copy_(scratch[at:end], non_blocking=True)
+                    staging.copy_(slot.words[own], non_blocking=True)
                 else:
-                    targets.append((staging, host[at:end]))
-                at = end
+                    targets.append((staging, slot.host[own]))
             copied.record(self._out)
         slot.used = copied
         return _Arriving(copied) if slot.host is None else _Bouncing(copied, slot, targets)
 
-    def scatter(
-        self, layer: int, blocks: torch.Tensor, run: Run, heads: HeadRange | None = None
-    ) -> Copy:
+    def scatter(self, parts: Sequence[LayerRun]) -> Copy:
         before = torch.cuda.current_stream(self._device).record_event()
+        return self._scatter_one(parts[0], before) if len(parts) == 1 else self._join(parts, before)
+
+    def _join(self, parts: Sequence[LayerRun], before: Any) -> Copy:
+        """Scatters blocks of several layers through one slot."""
+        ranges = [
+            self._cache.word_range(one.layer, one.run.offset, one.run.num_blocks, one.heads)
+            for one in parts
+        ]
+        slot = self._free_incoming()
+        with torch.cuda.stream(self._in):
+            if slot.used is not None:
+                self._in.wait_event(slot.used)
+            for at, words in _placed(ranges):
+                source, own = self._words[words], slice(at, at + words.stop - words.start)
+                assert own.stop <= len(slot.words), f"{own.stop} words in one scatter"
+                if slot.host is not None:
+                    source = slot.host[own].copy_(source)
+                slot.words[own].copy_(source, non_blocking=True)
+            copied = torch.cuda.Event(blocking=True)
+            copied.record(self._in)
+        end = 0
+        with torch.cuda.stream(self._scatters):
+            self._scatters.wait_event(before)
+            self._scatters.wait_event(copied)
+            for one, words in zip(parts, ranges, strict=True):
+                begin, end = end, end + words.stop - words.start
+                ids = one.blocks[one.run.begin : one.run.begin + one.run.num_blocks]
+                rows = self._cache.rows(one.layer, slot.words[begin:end], one.heads)
+                self._cache.view(one.layer, one.heads).index_copy_(0, ids, rows)
+            slot.used = self._scattered = self._scatters.record_event()
+        slot.read = copied
+        return _Arriving(copied)
+
+    def _free_incoming(self) -> _Slot:
+        """Returns the next slot; the GPU no longer reads its host memory."""
+        slot = next(self._incoming)
+        if slot.host is not None and slot.read is not None:
+            slot.read.synchronize()
+        return slot
+
+    def _scatter_one(self, part: LayerRun, before: Any) -> Copy:
+        """Scatters blocks of one layer, through as many slots as they need."""
+        layer, run, heads = part.layer, part.run, part.heads
         cache, word_bytes = self._cache.view(layer, heads), int(self._cache.word.itemsize)
         block, wanted = (each * word_bytes for each in self._cache.staged_words(layer, heads))
         # One copy for many blocks takes less time than a copy for each, even if it carries heads
         # between the wanted ones that other ranks take.
         most = 1 + (self._slot_bytes - wanted) // block
         for first in range(0, run.num_blocks, most):
-            count, slot = min(most, run.num_blocks - first), next(self._incoming)
+            count, slot = min(most, run.num_blocks - first), self._free_incoming()
             offset = run.offset + first * block
             source = self._words[self._cache.word_range(layer, offset, count, heads)]
             scratch = slot.words[: len(source)]
             if slot.host is not None:
-                if slot.read is not None:
-                    slot.read.synchronize()
-                host = slot.host[: len(source)]
-                source = host.copy_(source)
+                source = slot.host[: len(source)].copy_(source)
             copied = torch.cuda.Event(blocking=True)
             with torch.cuda.stream(self._in):
                 if slot.used is not None:
@@ -235,9 +274,8 @@ class CudaCopies(BlockCopies):
                 self._scatters.wait_event(before)
                 self._scatters.wait_event(copied)
                 begin = run.begin + first
-                cache.index_copy_(
-                    0, blocks[begin : begin + count], self._cache.rows(layer, scratch, heads)
-                )
+                ids = part.blocks[begin : begin + count]
+                cache.index_copy_(0, ids, self._cache.rows(layer, scratch, heads))
                 slot.used = self._scattered = self._scatters.record_event()
             slot.read = copied
         return _Arriving(copied)
@@ -283,6 +321,25 @@ class CudaCopies(BlockCopies):
         if not self._pinned:
             host = torch.empty(num_words, dtype=self._cache.word, pin_memory=True)
         return _Slot(words, host)
+
+
+def _placed(ranges: Sequence[slice]) -> Iterator[tuple[int, slice]]:
+    """Yields where each range of words begins if one follows the other.
+
+    Ranges that follow each other in staging are joined, because every copy takes as long to launch.
+    """
+    at, end = 0, 0
+    joined: slice | None = None
+    for words in ranges:
+        if joined is not None and joined.stop == words.start:
+            joined = slice(joined.start, words.stop)
+        else:
+            if joined is not None:
+                yield at, joined
+            at, joined = end, words
+        end += words.stop - words.start
+    if joined is not None:
+        yield at, joined
 
 
 def scratch_bytes(block_bytes: int) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from baton.kvtransfer.arena import MADV_POPULATE_WRITE
-from baton.kvtransfer.connector.block_copies import BlockCopies, Run
+from baton.kvtransfer.connector.block_copies import BlockCopies, LayerRun, LayerRuns, Run
 from baton.kvtransfer.connector.notifier import Copy
 from baton.kvtransfer.connector.paged_cache import PagedCache
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES
@@ -66,28 +66,35 @@ class HostCopies(BlockCopies):
     def max_blocks(self, layer: int) -> int:
         return max(1, FRAME_TARGET_BYTES // self._cache.groups[layer].block_bytes)
 
-    def gather(self, layer: int, blocks: Sequence[int], runs: Sequence[Run]) -> Copy:
-        for run in runs:
-            if self._by_address[layer]:
-                for staging, cache, size in self._addressed(layer, blocks, run):
-                    ctypes.memmove(staging, cache, size)
-                continue
-            rows = self._rows(layer, run)
-            for at, block_id, count in _neighbours(blocks, run):
-                rows[at : at + count].copy_(self._cache.layers[layer][block_id : block_id + count])
+    def gather(self, parts: Sequence[LayerRuns]) -> Copy:
+        for part in parts:
+            for run in part.runs:
+                self._gather(part.layer, part.blocks, run)
         return _DONE
 
-    def scatter(
-        self, layer: int, blocks: Sequence[int], run: Run, heads: HeadRange | None = None
-    ) -> Copy:
-        if self._by_address[layer] and heads is None:
+    def _gather(self, layer: int, blocks: Sequence[int], run: Run) -> None:
+        if self._by_address[layer]:
             for staging, cache, size in self._addressed(layer, blocks, run):
-                ctypes.memmove(cache, staging, size)
-            return _DONE
-        rows, cache = self._rows(layer, run, heads), self._cache.view(layer, heads)
+                ctypes.memmove(staging, cache, size)
+            return
+        rows = self._rows(layer, run)
         for at, block_id, count in _neighbours(blocks, run):
-            cache[block_id : block_id + count].copy_(rows[at : at + count])
+            rows[at : at + count].copy_(self._cache.layers[layer][block_id : block_id + count])
+
+    def scatter(self, parts: Sequence[LayerRun]) -> Copy:
+        for part in parts:
+            self._scatter(part)
         return _DONE
+
+    def _scatter(self, part: LayerRun) -> None:
+        layer, run, heads = part.layer, part.run, part.heads
+        if self._by_address[layer] and heads is None:
+            for staging, cache, size in self._addressed(layer, part.blocks, run):
+                ctypes.memmove(cache, staging, size)
+            return
+        rows, view = self._rows(layer, run, heads), self._cache.view(layer, heads)
+        for at, block_id, count in _neighbours(part.blocks, run):
+            view[block_id : block_id + count].copy_(rows[at : at + count])
 
     def clear(self, block_ids: Sequence[int]) -> None:
         self._cache.clear(torch.tensor(self.prepare(block_ids), dtype=torch.int64))

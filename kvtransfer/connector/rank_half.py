@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from baton.kvtransfer.connector.block_copies import BlockCopies, Run
+from baton.kvtransfer.connector.block_copies import BlockCopies, LayerRuns, Run
 from baton.kvtransfer.connector.cuda_copies import CudaCopies
 from baton.kvtransfer.connector.handoff_step import HandoffStep, LoadReport, Push
 from baton.kvtransfer.connector.host_copies import HostCopies
@@ -96,6 +96,11 @@ class RankHalf:
         self._pushes: list[Push] = []
         self._blocks: dict[int, Any] = {}
         self._batches: dict[KvGroup, list[list[_Piece]]] = {}
+        # The next gather: small pieces of several layers go into one.
+        self._held: list[LayerRuns] = []
+        self._held_pieces: list[_Piece] = []
+        self._held_filled: list[Filled] = []
+        self._held_bytes = 0
         # Incomplete handoffs of which this rank sends nothing more.
         self._given_up: set[bytes] = set()
         # Layers, by the engine's names, whose blocks this step has not gathered yet.
@@ -197,10 +202,12 @@ class RankHalf:
         layout = self._layout
         del self._unsaved[layer_name]
         ends_step, group = not self._unsaved, self._known_cache.groups[layer]
-        if group not in self._batches:
-            self._batches[group] = list(self._batched(group, layer))
-        for batch in self._batches[group]:
-            filled = []
+        batches, most = self._batches_of(group, layer), self._copies.joined_bytes
+        if batches and self._held_bytes + _num_bytes(batches[0], group) > most:
+            # If handoffs are given up with the earlier layers, this layer is divided again.
+            batches = batches if self._gather_held() else self._batches_of(group, layer)
+        for batch in batches:
+            num_bytes, filled = _num_bytes(batch, group), []
             for piece in batch:
                 push = piece.push
                 offset = layout.offset(self._shard, layer, piece.first_block, push.num_blocks)
@@ -222,17 +229,39 @@ class RankHalf:
                 ),
                 group.block_bytes,
             )
-            try:
-                copy = self._copies.gather(layer, self._blocks[group.table], runs)
-            except TimeoutError as error:
-                self._give_up(batch[0].push, error)
+            if self._held_bytes + num_bytes > most and not self._gather_held():
                 break
-            self._notifier.filled(copy, filled)
-            if self._copies.gathers_wait:
-                # A later gather of this step needs the buffer that the notifier's thread frees.
-                self._notifier.flush()
+            self._held.append(LayerRuns(layer, self._blocks[group.table], runs))
+            self._held_pieces += batch
+            self._held_filled += filled
+            self._held_bytes += num_bytes
+            if self._held_bytes >= most and not self._gather_held():
+                break
         if ends_step:
+            self._gather_held()
             self._notifier.flush()
+
+    def _batches_of(self, group: KvGroup, layer: int) -> list[list[_Piece]]:
+        if group not in self._batches:
+            self._batches[group] = list(self._batched(group, layer))
+        return self._batches[group]
+
+    def _gather_held(self) -> bool:
+        """Gathers the held pieces; returns False if their handoffs are given up."""
+        parts, pieces, filled = self._held, self._held_pieces, self._held_filled
+        self._held, self._held_pieces, self._held_filled, self._held_bytes = [], [], [], 0
+        if not parts:
+            return True
+        try:
+            copy = self._copies.gather(parts)
+        except TimeoutError as error:
+            self._give_up(min((one.push for one in pieces), key=self._pushes.index), error)
+            return False
+        self._notifier.filled(copy, filled)
+        if self._copies.gathers_wait:
+            # A later gather of this step needs the buffer that the notifier's thread frees.
+            self._notifier.flush()
+        return True
 
     def _give_up(self, first_push: Push, why: Exception) -> None:
         """Stops the handoffs of the step's pushes from one on; the engine goes on.
@@ -297,6 +326,10 @@ class RankHalf:
     def _known_cache(self) -> PagedCache:
         assert self._cache is not None, "vLLM registers its caches before the first step"
         return self._cache
+
+
+def _num_bytes(batch: Iterable[_Piece], group: KvGroup) -> int:
+    return sum(piece.num_blocks for piece in batch) * group.block_bytes
 
 
 def _joined(runs: Iterable[Run], block_bytes: int) -> list[Run]:

@@ -253,8 +253,10 @@ class RankLoads:
 
     def _copy_beside(self, one: _Waited) -> None:
         """Begins all copies of a load beside the steps."""
-        one.checks = list(self._copied(one.load, one.shards))
-        one.results = [self._threads.submit(self._verify, check) for check in one.checks]
+        for check in self._copied(one.load, one.shards):
+            one.checks.append(check)
+            # Frames are verified while the next copies are launched.
+            one.results.append(self._threads.submit(self._verify, check))
         one.landed = self._threads.submit(self._copies.landing().wait)
         if _num_blocks(one.checks) != self._num_wanted(one.load, one.shards):
             one.failed = _INCOMPLETE

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from baton.kvtransfer.connector.block_copies import Run
+from baton.kvtransfer.connector.block_copies import LayerRun, LayerRuns, Run
 from baton.kvtransfer.connector.cuda_copies import CudaCopies, scratch_bytes
 from baton.kvtransfer.connector.host_copies import HostCopies
 from baton.kvtransfer.connector.paged_cache import PagedCache
@@ -137,11 +137,11 @@ def test_the_same_bytes_as_on_the_host(order, dtype, parts, make_copies, staging
         ]
         blocks = copies.prepare(source_ids)
         for runs in gathers:
-            reference.gather(layer, source_ids, runs)
-            copies.gather(layer, blocks, runs).wait()
+            reference.gather([LayerRuns(layer, source_ids, runs)])
+            copies.gather([LayerRuns(layer, blocks, runs)]).wait()
         whole = Run(0, 101, base)
-        reference.scatter(layer, target_ids, whole)
-        copies.scatter(layer, copies.prepare(target_ids), whole).wait()
+        reference.scatter([LayerRun(layer, target_ids, whole)])
+        copies.scatter([LayerRun(layer, copies.prepare(target_ids), whole)]).wait()
     copies.join_scatters()
     assert torch.equal(staging, expected_staging)
     reference.clear(target_ids[:7])
@@ -189,16 +189,16 @@ def test_the_host_waits_for_nothing_while_it_launches_a_step(staging, stream):
     whole, half = Run(0, 200, BASE), Run(100, 100, BASE)
     # The first use loads kernels and allocates pinned memory, which makes the host wait.
     blocks = copies.prepare(block_ids)
-    copies.gather(0, blocks, [half]).wait()
-    copies.scatter(0, blocks, whole).wait()
+    copies.gather([LayerRuns(0, blocks, [half])]).wait()
+    copies.scatter([LayerRun(0, blocks, whole)]).wait()
     with torch.cuda.stream(own), no_host_waits():
         torch.cuda._sleep(SPIN_CYCLES)
         computing = torch.cuda.current_stream().record_event()
         blocks = copies.prepare(block_ids)
         # This is more than the rings hold.
-        under_way = [copies.scatter(layer, blocks, whole) for layer in range(LAYERS)]
+        under_way = [copies.scatter([LayerRun(layer, blocks, whole)]) for layer in range(LAYERS)]
         copies.join_scatters()
-        under_way += [copies.gather(layer, blocks, [half]) for layer in range(LAYERS)]
+        under_way += [copies.gather([LayerRuns(layer, blocks, [half])]) for layer in range(LAYERS)]
         copies.join_gathers()
         joined = torch.cuda.current_stream().record_event()
         assert not computing.query()
@@ -220,7 +220,7 @@ def test_a_gather_runs_between_its_step_and_the_next(make_copies, staging):
             torch.cuda._sleep(SPIN_CYCLES // 100)
             rows.fill_(16 * step + layer)
             run = Run(0, 100, BASE + layer * 100 * size)
-            under_way.append(copies.gather(layer, blocks, [run]))
+            under_way.append(copies.gather([LayerRuns(layer, blocks, [run])]))
         copies.join_gathers()
         for rows in cache.values():
             rows.fill_(-1)
@@ -246,7 +246,7 @@ def test_a_scatter_runs_between_the_steps_around_it(make_copies, staging):
             rows.fill_(-1)
         blocks = copies.prepare(block_ids)
         under_way = [
-            copies.scatter(layer, blocks, Run(0, 100, BASE + layer * 100 * size))
+            copies.scatter([LayerRun(layer, blocks, Run(0, 100, BASE + layer * 100 * size))])
             for layer in range(LAYERS)
         ]
         copies.join_scatters()
@@ -303,7 +303,7 @@ def test_another_thread_can_wait_for_a_copy(make_copies, staging):
                 # Another reader of this part of staging.
                 threads[step - 16].join(30)
             cache[f"layer.{layer}"].fill_(step)
-            copy = copies.gather(layer, copies.prepare(block_ids), [Run(0, 64, start)])
+            copy = copies.gather([LayerRuns(layer, copies.prepare(block_ids), [Run(0, 64, start)])])
             copies.join_gathers()
             threads.append(threading.Thread(target=wait, args=(copy, start, step)))
             threads[-1].start()

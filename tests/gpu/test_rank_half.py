@@ -102,9 +102,23 @@ async def start_workers(tmp_path, device):
     return started
 
 
-@pytest.fixture(params=DEVICES)
-async def workers(request, tmp_path):
-    started = await start_workers(tmp_path, request.param)
+class Joined(HostCopies):
+    """Copies that take several layers at a time, and five blocks, as those of a GPU do."""
+
+    finishes_at_once = False
+    joined_bytes = 5 * BLOCK_BYTES
+
+    def max_blocks(self, layer):
+        return 5
+
+
+@pytest.fixture(params=[*DEVICES, "joined"])
+async def workers(request, tmp_path, monkeypatch):
+    device = request.param
+    if device == "joined":
+        monkeypatch.setattr(rank_half, "open_copies", Joined)
+        device = "cpu"
+    started = await start_workers(tmp_path, device)
     yield started
     for worker in started:
         await worker.close()
@@ -322,10 +336,10 @@ class TwoSlots(HostCopies):
         super().__init__(cache, staging)
         self._free = threading.Semaphore(2)
 
-    def gather(self, layer, blocks, runs):
+    def gather(self, parts):
         if not self._free.acquire(timeout=20):
             raise TimeoutError("no copy to staging has ended in 20 s")
-        super().gather(layer, blocks, runs)
+        super().gather(parts)
         return self
 
     def wait(self):
@@ -359,8 +373,8 @@ async def test_a_stalled_bus_fails_the_handoff_and_not_the_step(workers, monkeyp
     sender, receiver = workers
     broken_id, broken_at = await opened(sender, receiver, 4)
     whole_id, whole_at = await opened(sender, receiver, 2)
-    stalling(sender.rank, monkeypatch, 1)
-    # The second layer's gather stalls; the rest of the prompt comes in a later step.
+    # The second layer's gather stalls, or that of all layers. A later step has the rest of the prompt.
+    stalling(sender.rank, monkeypatch, 0 if sender.rank._copies.joined_bytes else 1)
     sender.step([Push(broken_id, broken_at, 4, (Part(0, [4, 3]),), False)])
     memory = sender.port.memory[broken_at : broken_at + 4 * LAYERS * BLOCK_BYTES]
     before = bytes(memory)
@@ -379,6 +393,31 @@ async def test_a_stalled_bus_fails_the_handoff_and_not_the_step(workers, monkeyp
     for layer, cache in enumerate(receiver.caches.values()):
         assert bool((cache[7] == 6 + 100 * layer).all()), layer
         assert bool((cache[8] == 5 + 100 * layer).all()), layer
+    await until_failed(sender)
+    await empty(sender)
+    await empty(receiver)
+
+
+@pytest.mark.parametrize("workers", ["joined"], indirect=True)
+async def test_a_stalled_gather_of_several_layers_fails_only_its_handoffs(workers, monkeypatch):
+    sender, receiver = workers
+    whole_id, whole_at = await opened(sender, receiver, 3)
+    broken_id, broken_at = await opened(sender, receiver, 4)
+    # A layer has seven blocks: five in the first gather, and two of the second handoff that wait
+    # for the next layer.
+    stalling(sender.rank, monkeypatch, 1)
+    sender.step(
+        [
+            Push(whole_id, whole_at, 3, (Part(0, [1, 2, 3]),), True),
+            Push(broken_id, broken_at, 4, (Part(0, [4, 5, 6, 7]),), True),
+        ],
+        compute=writes({block_id: block_id for block_id in range(1, 8)}),
+    )
+    await committed(receiver, whole_id)
+    assert receiver.step(loads=[Load(whole_id, 3 * TOKENS, (Part(0, [11, 12, 13]),))]) == set()
+    for layer, cache in enumerate(receiver.caches.values()):
+        for at in (1, 2, 3):
+            assert bool((cache[10 + at] == at + 100 * layer).all()), layer
     await until_failed(sender)
     await empty(sender)
     await empty(receiver)

@@ -13,7 +13,7 @@ import secrets
 import pytest
 import torch
 
-from baton.kvtransfer.connector.block_copies import Run
+from baton.kvtransfer.connector.block_copies import LayerRun, Run
 from baton.kvtransfer.connector.cuda_copies import CudaCopies
 from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, Part, Push
 from baton.kvtransfer.connector.host_copies import HostCopies
@@ -439,7 +439,7 @@ def test_a_block_of_the_sender_may_be_larger_than_scratch(device, slot_blocks, p
     heads = head_ranges(layout, 2, sender, 0)[sender.groups[0]]
     # The blocks from the third one on.
     run = Run(2, 10, 2 * sender.block_bytes)
-    copies.scatter(1, copies.prepare(ids), run, heads).wait()
+    copies.scatter([LayerRun(1, copies.prepare(ids), run, heads)]).wait()
     copies.join_scatters()
     expected = torch.zeros_like(whole[:, :1])
     expected[ids[2:]] = whole[2:12, 2:3]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton.kvtransfer import frames
-from baton.kvtransfer.connector.block_copies import Run
+from baton.kvtransfer.connector.block_copies import LayerRun, LayerRuns, Run
 from baton.kvtransfer.connector.host_copies import HostCopies, neighbours
 from baton.kvtransfer.connector.notifier import NOTIFY_BYTES, Filled, Notifier, NotifierThread
 from baton.kvtransfer.connector.paged_cache import PagedCache, page_layout
@@ -110,13 +110,13 @@ def test_staging_does_not_depend_on_the_memory_layout(order, dtype, parts):
         # In two runs, the second of which goes first in staging.
         first, size = 4, layout.block_bytes
         runs = [Run(0, first, 256 + 7 * size), Run(first, 7, 256)]
-        gathering.gather(layer, gathering.prepare(block_ids), runs).wait()
+        gathering.gather([LayerRuns(layer, gathering.prepare(block_ids), runs)]).wait()
         for at, block_id in enumerate(block_ids[first:] + block_ids[:first]):
             block = staging[256 + at * size : 256 + (at + 1) * size]
             assert torch.equal(block, expected(source[name], block_id, parts).flatten())
         assert not staging[:256].any()
 
-        scattering.scatter(layer, scattering.prepare(target_ids), Run(0, 7, 256)).wait()
+        scattering.scatter([LayerRun(layer, scattering.prepare(target_ids), Run(0, 7, 256))]).wait()
         for at, block_id in enumerate(target_ids[:7]):
             got = expected(target[name], block_id, parts)
             assert torch.equal(got, expected(source[name], block_ids[first + at], parts))
@@ -162,7 +162,7 @@ def test_words_are_narrow_when_the_cache_begins_at_an_odd_address():
     assert cache.word == torch.int16
     staging = torch.zeros(3 * layout.block_bytes, dtype=torch.uint8)
     copies = HostCopies(cache, staging)
-    copies.gather(0, copies.prepare([5, 3, 4]), [Run(0, 3, 0)]).wait()
+    copies.gather([LayerRuns(0, copies.prepare([5, 3, 4]), [Run(0, 3, 0)])]).wait()
     rows = torch.cat([expected(caches["0"], block_id).flatten() for block_id in (5, 3, 4)])
     assert torch.equal(staging, rows)
 
