@@ -373,7 +373,7 @@ async def test_a_stalled_bus_fails_the_handoff_and_not_the_step(workers, monkeyp
     sender, receiver = workers
     broken_id, broken_at = await opened(sender, receiver, 4)
     whole_id, whole_at = await opened(sender, receiver, 2)
-    # The second layer's gather stalls, or that of all layers. A later step has the rest of the prompt.
+    # The second layer's gather stalls, or that of all layers. The rest comes in a later step.
     stalling(sender.rank, monkeypatch, 0 if sender.rank._copies.joined_bytes else 1)
     sender.step([Push(broken_id, broken_at, 4, (Part(0, [4, 3]),), False)])
     memory = sender.port.memory[broken_at : broken_at + 4 * LAYERS * BLOCK_BYTES]
