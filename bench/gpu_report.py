@@ -26,14 +26,15 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import psutil
 import torch
 
 from baton.bench import interrupts
 from baton.load import stats
 
 ROOT = Path(__file__).resolve().parents[1]
-# A process that was interrupted ends its engines within this time.
-STOP_S = 30.0
+# A benchmark that is interrupted ends its servers one after the other, within a minute each.
+STOP_S = 150.0
 # Tests of one GPU: copies, then engines by kind of model, then a cluster.
 TESTS = (
     "tests/gpu",
@@ -126,18 +127,29 @@ def run(check: Check, log: Path) -> dict[str, Any]:
             state = "ended" if ended == 0 else f"exit status {ended}"
         except subprocess.TimeoutExpired:
             state = f"longer than {check.limit_s:.0f} s"
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_S)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            _stop(process)
     made = {"state": state, "seconds": round(time.monotonic() - begun, 1)}
     try:
         return {**made, "found": check.read(check.path)}
     except (OSError, ValueError, ElementTree.ParseError) as error:
         return {**made, "found": None, "error": str(error)}
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Interrupts a check that still runs, and ends all that it has started."""
+    if process.poll() is None:
+        # Engines have process groups of their own.
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_S)
+        for one in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def machine() -> dict[str, Any]:

@@ -427,7 +427,8 @@ def _check_results(messages: Sequence[AnthropicMessage]) -> None:
 def _check_user_turns(messages: Sequence[AnthropicMessage]) -> None:
     """Raises HttpError if a turn of the user has no content, as Anthropic's servers do.
 
-    The converter would leave out such a turn, or make an empty one of it.
+    The converter would leave out such a turn, or make an empty one of it. It would also leave out
+    images without a source.
     """
     for number, message in enumerate(messages):
         content = message.content
@@ -436,6 +437,11 @@ def _check_user_turns(messages: Sequence[AnthropicMessage]) -> None:
         if isinstance(content, str):
             is_empty = not content
         else:
+            for place, block in enumerate(content):
+                # The converter would leave it out.
+                if block.type == "image" and not block.source:
+                    path = f"messages[{number}].content[{place}].source"
+                    raise invalid_value(path, block.source, "must be an object with the image")
             is_empty = not any(
                 block.text if block.type == "text" else block.type in ("image", "tool_result")
                 for block in content

@@ -188,7 +188,7 @@ def _http_name(field: str, names: Mapping[str, str]) -> str:
         return "prompt"
     if field == "chat" or field.startswith("chat.messages"):
         of_messages = field.removeprefix("chat").removeprefix(".messages")
-        of_messages = of_messages.replace("].parts[", "].content[")
+        of_messages = of_messages.replace("].parts", "].content")
         if of_messages.endswith("].image"):
             of_messages += "_url"
         return "messages" + of_messages

@@ -95,6 +95,14 @@ class PromptQueue:
         """The prompt that arrived first; None: there is no prompt."""
         return next(iter(self._prompts.values()), None)
 
+    def interactive_left_s(self, now: float, speed: float) -> float:
+        """Returns the predicted work of prompts other than batch ones that is left; see `advance`.
+
+        A worker computes them first.
+        """
+        left_s = sum(one.left_s for one in self if not one.is_batch)
+        return max(0.0, left_s - (now - self._advanced_at) * speed)
+
     def advance(self, now: float, speed: float) -> None:
         """Gives the work since the latest change to the prompts.
 

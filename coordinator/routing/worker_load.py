@@ -261,7 +261,7 @@ class WorkerLoad:
 
     def interactive_work_s(self, now: float) -> float:
         """The same, of the prompts that are not batch prompts."""
-        left_s = sum(one.left_s for one in self._prompts if not one.is_batch)
+        left_s = self._prompts.interactive_left_s(now, self.prompt_speed)
         return min(self.work_s(now), left_s)
 
     def ahead_s(self, num_tokens: int, now: float, *, is_batch: bool = False) -> float:

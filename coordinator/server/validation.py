@@ -229,6 +229,8 @@ def _check_chat(chat: inference_pb2.ChatPrompt) -> int:
         raise InvalidArgument(
             "chat.messages", f"{len(chat.messages)} messages", f"at most {_MAX_MESSAGES}"
         )
+    if (num_parts := sum(len(message.parts) for message in chat.messages)) > _MAX_PARTS:
+        raise InvalidArgument("chat.messages", f"{num_parts} parts", f"at most {_MAX_PARTS} in all")
     num_bytes = 0
     for index, message in enumerate(chat.messages):
         if not message.role:
@@ -251,10 +253,6 @@ def _check_parts(field: str, message: inference_pb2.ChatMessage) -> int:
     """Checks the content parts of a message; returns the number of bytes of their texts."""
     if message.content:
         raise InvalidArgument(f"{field}.content", message.content, "must be empty beside parts")
-    if len(message.parts) > _MAX_PARTS:
-        raise InvalidArgument(
-            f"{field}.parts", f"{len(message.parts)} parts", f"at most {_MAX_PARTS}"
-        )
     for number, part in enumerate(message.parts):
         if part.WhichOneof("part") is None:
             raise InvalidArgument(f"{field}.parts[{number}]", None, "must be a text or an image")

@@ -171,3 +171,15 @@ def test_an_empty_queue_has_no_work_left():
     queue.after(9.0)
     queue.add("c", 0.3)
     assert queue.queue.left_s == 0.3
+
+
+def test_interactive_work_becomes_less_with_time() -> None:
+    """The autoscaler looks at it between two changes of the queue."""
+    queue = PromptQueue()
+    for name, work_s, is_batch in (("batch", 10.0, True), ("interactive", 5.0, False)):
+        queue.add(name, QueuedPrompt(work_s, 100, 1e9, is_batch))
+    assert [queue.interactive_left_s(now, 0.5) for now in (0.0, 4.0, 12.0)] == [5.0, 3.0, 0.0]
+    # The worker's time went to the interactive prompt alone.
+    queue.advance(4.0, 0.5)
+    assert queue.interactive_left_s(4.0, 0.5) == 3.0
+    assert queue.left_s == 13.0

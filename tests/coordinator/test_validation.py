@@ -110,6 +110,10 @@ def test_sampling(sampling, field):
         ({"tokens": {"ids": [1, 512]}}, "tokens.ids[1]"),
         ({"chat": {}}, "chat.messages"),
         ({"chat": {"messages": [{"role": "", "content": "x"}]}}, "chat.messages[0].role"),
+        (
+            {"chat": {"messages": [{"role": "user", "parts": [{"text": ""}] * 8193}] * 2}},
+            "chat.messages",
+        ),
         (templated("{"), "chat.template_kwargs"),
         (templated("[" * 5000), "chat.template_kwargs"),
         (templated("[1]"), "chat.template_kwargs"),

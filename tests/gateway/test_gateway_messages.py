@@ -281,6 +281,13 @@ DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/p
             {"messages": [{"role": "user", "content": [DOCUMENT]}, PREFILL]},
         ),
         *(
+            (
+                "messages[0].content[1].source",
+                {"messages": [{"role": "user", "content": [TEXT, {"type": "image", **source}]}]},
+            )
+            for source in ({}, {"source": {}})
+        ),
+        *(
             ("messages[2].content", {"messages": [*TURNS, PREFILL, {"role": "user", **empty}]})
             for empty in (
                 {"content": ""},

@@ -340,6 +340,16 @@ async def test_grpc_codes_become_http_statuses_before_the_first_token(
             "min_tokens",
             "min_tokens is 5; at most max_tokens, which is 2",
         ),
+        (
+            InvalidArgument("chat.messages[2].parts[1]", None, "must be a text or an image"),
+            "messages[2].content[1]",
+            "messages[2].content[1] is None; must be a text or an image",
+        ),
+        (
+            InvalidArgument("chat.messages[2].parts", "9 parts", "at most 8"),
+            "messages[2].content",
+            "messages[2].content is '9 parts'; at most 8",
+        ),
     ],
 )
 async def test_errors_use_the_http_names_of_fields(inference, scripted, refusal, param, message):
