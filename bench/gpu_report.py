@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import psutil
 import torch
 
-from baton.bench import interrupts
+from baton.bench import interrupts, systems
 from baton.load import stats
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -138,18 +137,10 @@ def run(check: Check, log: Path) -> dict[str, Any]:
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """Interrupts a check that still runs, and ends all that it has started."""
-    if process.poll() is None:
-        # Engines have process groups of their own.
-        started = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_S)
-        for one in started:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+    systems.stop(process, signal.SIGINT, STOP_S)
+    # A check that has ended by itself may have left something.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def machine() -> dict[str, Any]:

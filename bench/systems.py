@@ -289,7 +289,7 @@ def _running(
         sys.stderr.write(f"{' '.join(command[:6])}:\n{_tail(Path(log.name))}\n")
         raise
     finally:
-        _stop(popen)
+        stop(popen)
         os.unlink(log.name)
 
 
@@ -305,12 +305,24 @@ def _kind(command: str, name: str) -> str:
     return "main"
 
 
-def _stop(popen: subprocess.Popen[str]) -> None:
+def stop(
+    popen: subprocess.Popen[Any],
+    how: signal.Signals = signal.SIGTERM,
+    timeout_s: float = STOP_TIMEOUT_S,
+) -> None:
+    """Stops a process if it still runs, and ends all that it has started.
+
+    Args:
+        popen: The process.
+        how: The signal after which it ends by itself.
+        timeout_s: Seconds until it is killed.
+    """
     with contextlib.suppress(psutil.NoSuchProcess):
+        # They may have process groups of their own.
         children = psutil.Process(popen.pid).children(recursive=True)
-        popen.send_signal(signal.SIGTERM)
+        popen.send_signal(how)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            popen.wait(STOP_TIMEOUT_S)
+            popen.wait(timeout_s)
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()

@@ -367,18 +367,24 @@ def beside_a_preemption() -> list[dict[str, int]]:
     return [*steps, engine.step()]
 
 
-def loaded_in_the_last_place() -> list[dict[str, int]]:
-    """Steps in which a loaded prompt takes the last place, and in which a stream has left its own.
-
-    Another prompt arrives before them.
-    """
+def _fetching(prompt: range, max_tokens: int) -> Engine:
+    """Returns an engine with two places, a stream, and a prompt whose beginning is fetched."""
     vllm_connector.EnginePort = ManyHandoffs  # type: ignore[misc,assignment]
     engine = Engine(60, asynchronous=False, targets=TARGETS["normal"], max_num_seqs=2)
     engine.add("stream", range(5), URGENT, 60)
     engine.step()
     order = ReceiveHandoff(HANDOFF, 2 * BLOCK, 60.0, is_fetch=True)
-    engine.add("fetched", range(1000, 1052), URGENT, 60, encode(receive=order))
+    engine.add("fetched", prompt, URGENT, max_tokens, encode(receive=order))
     engine.step()
+    return engine
+
+
+def loaded_in_the_last_place() -> list[dict[str, int]]:
+    """Steps in which a loaded prompt takes the last place, and in which a stream has left its own.
+
+    Another prompt arrives before them.
+    """
+    engine = _fetching(range(1000, 1052), 60)
     ManyHandoffs.coming = (HANDOFF,)
     while not engine.scheduler.finished_recving_kv_req_ids:
         engine.step()
@@ -390,13 +396,7 @@ def loaded_in_the_last_place() -> list[dict[str, int]]:
 
 def loaded_without_a_place() -> list[dict[str, int]]:
     """Steps beside a loaded prompt that has no place; then a stream ends and leaves its place."""
-    vllm_connector.EnginePort = ManyHandoffs  # type: ignore[misc,assignment]
-    engine = Engine(60, asynchronous=False, targets=TARGETS["normal"], max_num_seqs=2)
-    engine.add("stream", range(5), URGENT, 60)
-    engine.step()
-    order = ReceiveHandoff(HANDOFF, 2 * BLOCK, 60.0, is_fetch=True)
-    engine.add("fetched", range(1000, 1072), URGENT, 1, encode(receive=order))
-    engine.step()
+    engine = _fetching(range(1000, 1072), 1)
     engine.add("other", range(5), URGENT, 60)
     ManyHandoffs.coming = (HANDOFF,)
     while not engine.scheduler.finished_recving_kv_req_ids:
