@@ -28,7 +28,6 @@ from baton.engine.model_revision import model_revision, weights_revision
 from baton.engine.vllm_groups import all_stages
 from baton.engine.vllm_lora import lora_args
 from baton.engine.vllm_own_connector import OWN_ARGUMENTS, own_offloading
-from baton.engine.vllm_recording import Recording
 from baton.engine.vllm_refusals import (
     has_kv_draft,
     refuse_cache,
@@ -37,6 +36,7 @@ from baton.engine.vllm_refusals import (
     refuse_settings,
     refuse_states,
 )
+from baton.engine.vllm_worker_extension import WorkerExtension
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime import affinity, worker_directory
 from baton.runtime.names import did_you_mean
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 _CACHE_SIZE_ARGS = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override")
 _CPU_CACHE_BYTES = 2**30
-RECORDING = f"{Recording.__module__}.{Recording.__qualname__}"
+WORKER_EXTENSION = f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}"
 # CUDA backends that store each token's keys, then its values, per head. In vLLM 0.32 they split the
 # last axis of [blocks, heads, tokens, 2 * head size] in two halves (`do_kv_cache_update`). fp8
 # changes the type of the values, which the fingerprint names too.
@@ -127,7 +127,7 @@ def checked_args(
         "scheduling_policy": "priority",
         "enable_log_requests": False,
         **lora_args(adapters, engine_args),
-        "worker_extension_cls": RECORDING,
+        "worker_extension_cls": WORKER_EXTENSION,
         # With such a cache, a request without pixels would fail in an engine core that has not seen
         # the image before.
         "mm_processor_cache_gb": 0,

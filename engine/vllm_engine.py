@@ -169,7 +169,7 @@ class VllmEngine:
         self._core = EngineCoreClient.make_async_mp_client(
             config, Executor.get_class(config), log_stats=True, renderer=renderer
         )
-        self._profiler = VllmProfiler(self._core, self._traces, extended=setup.has_recording)
+        self._profiler = VllmProfiler(self._core, self._traces)
         # The ranks have inherited their cores by now; token handling must not use a rank's core.
         affinity.avoid_cores(setup.rank_cpus)
         setup = setup.started()

@@ -18,7 +18,6 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from baton.engine.base import EngineDead, EngineInfo
 from baton.engine.model_revision import computation
 from baton.engine.vllm_config import (
-    RECORDING,
     RefusingEngineArgs,
     bind_threads,
     checked_args,
@@ -303,11 +302,6 @@ class VllmSetup:
         block_bytes = layout.shard_bytes(1) * layout.tp_size
         num_blocks = extra.get(HOST_BYTES, 0) // block_bytes
         return int(num_blocks * layout.block_size_tokens)
-
-    @property
-    def has_recording(self) -> bool:
-        """Whether vLLM's workers have Baton's extension and not one set by the user."""
-        return bool(self.config.parallel_config.worker_extension_cls == RECORDING)
 
     def info(self, served_name: str, tokenizer: str, begun_at: float) -> EngineInfo:
         """Returns the description of the started engine.
