@@ -240,14 +240,20 @@ class VllmEngine:
         live.pending_text = live.without_known(text)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        found = [live for name in request_ids if (live := self._live.pop(name, None))]
+        found = [live for name in dict.fromkeys(request_ids) if (live := self._live.get(name))]
         if not found:
             return
-        internal_ids = [live.internal_id for live in found]
-        for internal_id in internal_ids:
-            self._by_internal_id.pop(internal_id, None)
-        self._output.abort_requests(internal_ids, internal=True)
-        await self._core.abort_requests_async(internal_ids)
+        for live in found:
+            self._withdraw(live)
+        await self._core.abort_requests_async([live.internal_id for live in found])
+
+    def _withdraw(self, live: LiveRequest) -> None:
+        """Forgets a request, also in the output processor, which reports nothing more for it."""
+        self._forget(live)
+        self._output.abort_requests([live.internal_id], internal=True)
+
+    def _forget(self, live: LiveRequest) -> None:
+        del self._live[live.request.request_id], self._by_internal_id[live.internal_id]
 
     async def drop_cache(
         self, cache_salt: str | None, block_hashes: Collection[int] | None = None
@@ -346,9 +352,8 @@ class VllmEngine:
             # The request may have been aborted while this loop retried another one.
             if (live := self._by_internal_id.get(output.request_id)) is None:
                 continue
+            self._withdraw(live)
             if live.request.num_needed_tokens:
-                self._output.abort_requests([live.internal_id], internal=True)
-                del self._live[live.request.request_id], self._by_internal_id[live.internal_id]
                 step.outputs.append(live.gone(0))
             else:
                 await self._retry(live)
@@ -360,7 +365,7 @@ class VllmEngine:
             if output.finish and (live := self._live.get(output.request_id))
         ]
         for live in finished:
-            del self._live[live.request.request_id], self._by_internal_id[live.internal_id]
+            self._forget(live)
         cut = [live.internal_id for live in finished if live.cut]
         self._output.abort_requests(cut, internal=True)
 
@@ -375,13 +380,11 @@ class VllmEngine:
         )
 
     async def _retry(self, live: LiveRequest) -> None:
-        """Runs a request again from its prompt, without handoffs.
+        """Runs a withdrawn request again from its prompt, without handoffs.
 
         vLLM has ended the request and given its send up, so its staging may belong to another
         handoff.
         """
-        self._output.abort_requests([live.internal_id], internal=True)
-        del self._live[live.request.request_id], self._by_internal_id[live.internal_id]
         sampling = live.request.sampling
         if not live.request.returns_prompt_logprobs and sampling.HasField("prompt_logprobs"):
             # The prefill worker has returned them, and for them vLLM would use no cached blocks.
