@@ -102,8 +102,12 @@ class EngineRequest:
         with known tokens and without such a handoff returns them: the worker that returned the
         tokens may have been lost before the request's end.
         """
-        has_handoff = self.receive is not None and not self.receive.is_fetch
-        return self.sampling.HasField("prompt_logprobs") and not has_handoff
+        return self.sampling.HasField("prompt_logprobs") and not self.loads_whole_prompt
+
+    @property
+    def loads_whole_prompt(self) -> bool:
+        """Whether the request loads a handoff that is not a fetch."""
+        return self.receive is not None and not self.receive.is_fetch
 
     @property
     def num_needed_tokens(self) -> int:
