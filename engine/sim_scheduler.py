@@ -115,7 +115,7 @@ class LiveRequest:
 
     @property
     def is_coming(self) -> bool:
-        """Whether this is an interactive stream whose KV cache is on its way from its reader."""
+        """Whether this is an interactive stream whose KV cache comes from a prefill worker."""
         is_waiting = self.receive_deadline is not None
         return self.request.loads_whole_prompt and is_waiting and self.order[0] <= 0
 

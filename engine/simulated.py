@@ -60,8 +60,8 @@ __all__ = ["SimulatedEngine", "expected_tokens"]
 
 _VERSION = "1"
 _MAX_SAMPLES = 256
-# Most computed steps that the worker has not fetched, because an engine process runs one step ahead
-# of its reader.
+# Most computed steps that the worker has not fetched: an engine process runs one step ahead of the
+# worker.
 _MAX_STEPS_AHEAD = 2
 # Step interval while all requests wait for handoffs, like that of an idle vLLM.
 _POLL_S = 1e-3

@@ -413,7 +413,7 @@ class VllmEngine:
             return
         shown = self._output.request_states[output.request_id].max_tokens_param
         if shown > 1:
-            # The engine core was given max_tokens 1. To the reader the request continues, and text
+            # The engine core was given max_tokens 1. To the client the request continues, and text
             # that may still change is held back.
             output.finish_reason, live.cut = None, True
 

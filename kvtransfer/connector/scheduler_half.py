@@ -179,8 +179,9 @@ class SchedulerHalf:
     def num_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Returns how many tokens a request loads from its handoff; None: it waits, ask again.
 
-        Asking has no side effects on the handoff: vLLM asks again after a preemption and after
-        every allocation that failed.
+        vLLM asks again after a preemption and after every allocation that failed. Asking again is
+        harmless: a committed handoff stays until `allocated`. A handoff that cannot be loaded any
+        more is released here.
 
         Args:
             request: The engine's request, which is about to run.
@@ -240,15 +241,19 @@ class SchedulerHalf:
         ended = receive.handoff_id in self._failed or receive.handoff_id in self._released
         return ended or not self._port.alive or time.monotonic() >= receive.deadline
 
-    def lacks_cached(self, request: Request, num_held_tokens: int) -> bool:
-        """Returns whether a request must not run, because it lacks blocks that it cannot compute.
+    def end_if_uncached(self, request: Request, num_held_tokens: int) -> bool:
+        """Ends a request that must not run, because it lacks blocks that it cannot compute.
 
-        Baton's engine aborts the request then.
+        Baton's engine hears of it after the step (PREFIX_GONE), and aborts the request. If the
+        request serves a fetch and has pushed nothing, its send ends here; see Sends.leave.
 
         Args:
             request: The engine's request, which is about to run.
             num_held_tokens: Tokens of its prompt, from the first, in the prefix cache, in host
                 memory and in its handoff.
+
+        Returns:
+            Whether the request was ended.
         """
         if num_held_tokens < self._needed.get(request.request_id, 0):
             self._gone[request.request_id] = 0

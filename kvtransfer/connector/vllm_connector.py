@@ -380,8 +380,10 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         is_host = self._host is not None and not half.receives(request.request_id)
         if self._host is not None and is_host:
             num_tokens = self._host.num_loadable_tokens(request, num_computed_tokens)
-        if num_tokens is not None and half.lacks_cached(request, num_computed_tokens + num_tokens):
-            return None, False
+        if num_tokens is not None:
+            num_held_tokens = num_computed_tokens + num_tokens
+            if half.end_if_uncached(request, num_held_tokens):
+                return None, False
         return num_tokens, (is_host or half.requests_wait) and bool(num_tokens)
 
     def update_state_after_alloc(
