@@ -31,7 +31,6 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from baton.engine.base import (
     NO_LOADS,
-    CacheChange,
     DroppedBlocks,
     EngineDead,
     EngineInfo,
@@ -54,13 +53,9 @@ from baton.engine.vllm_profiler import VllmProfiler
 from baton.engine.vllm_request import drop_request, engine_core_requests
 from baton.engine.vllm_setup import VllmSetup
 from baton.engine.vllm_step_targets import write_targets
-from baton.kvtransfer.connector.cache_drops import DROPPED
-from baton.kvtransfer.connector.cached_blocks import CACHE_CHANGE
-from baton.kvtransfer.connector.disk_tier import DISK_CHANGE, DISK_COUNTS
-from baton.kvtransfer.connector.host_tier import HOST_CHANGE, HOST_LOADS, TIER_LOADS
 from baton.kvtransfer.connector.request_params import DropOrder
-from baton.kvtransfer.connector.scheduler_half import CUT_OFF, PREFIX_GONE
-from baton.kvtransfer.connector.step_work import STEP_WORK, StepWork
+from baton.kvtransfer.connector.step_report import StepReport
+from baton.kvtransfer.connector.step_work import StepWork
 from baton.kvtransfer.disk.directory import DiskDirectory
 from baton.runtime import affinity
 from baton.runtime.config import LatencyConfig
@@ -282,7 +277,8 @@ class VllmEngine:
         step = EngineStep()
         if outputs.scheduler_stats is not None:
             self._stats = outputs.scheduler_stats
-            await self._take_reports(self._stats.kv_connector_stats or {}, outputs.timestamp, step)
+            report = StepReport.decode(self._stats.kv_connector_stats or {})
+            await self._take_report(report, outputs.timestamp, step)
         if not outputs.outputs:
             return step
         for output in outputs.outputs:
@@ -299,44 +295,37 @@ class VllmEngine:
             await self._core.abort_requests_async(processed.reqs_to_abort)
         return step
 
-    async def _take_reports(
-        self, reports: Mapping[str, Any], timestamp: float, step: EngineStep
-    ) -> None:
-        """Takes the report of the connector's scheduler half on a step (SchedulerHalf.finish_step).
+    async def _take_report(self, report: StepReport, timestamp: float, step: EngineStep) -> None:
+        """Takes the connector's report on a step.
 
         Args:
-            reports: The report's parts by their keys.
+            report: The report.
             timestamp: End of the step, by time.monotonic.
             step: Receives the parts that the worker needs.
         """
-        if reports.get(CUT_OFF):
+        if report.is_cut_off:
             # The service may still run, but it has lost part of this engine's messages.
             raise EngineDead(
                 "vLLM has lost its transfer service, or a thread that notifies it has failed "
                 "(the log has the reason): it hands over nothing more"
             )
-        work = reports.get(STEP_WORK)
-        self._sample(None if work is None else StepWork(*work), timestamp)
-        if (change := reports.get(CACHE_CHANGE)) is not None:
-            step.cache = CacheChange(**change)
-        if (change := reports.get(HOST_CHANGE)) is not None:
-            step.host_cache = CacheChange(**change)
-        if (change := reports.get(DISK_CHANGE)) is not None:
-            step.disk_cache = CacheChange(**change)
-        step.num_wrong_files, step.disk_failed = reports.get(DISK_COUNTS, (0, False))
-        for internal_id, (num_tokens, num_from_disk) in reports.get(HOST_LOADS, {}).items():
+        self._sample(report.work, timestamp)
+        step.cache, step.host_cache = report.cache, report.host_cache
+        step.disk_cache = report.disk_cache
+        step.num_wrong_files, step.disk_failed = report.num_wrong_files, report.disk_failed
+        for internal_id, load in report.host_loads.items():
             if (live := self._by_internal_id.get(internal_id)) is not None:
-                live.num_host_tokens = num_tokens - num_from_disk
-                live.num_disk_tokens = num_from_disk
-        for tier, (num_bytes, seconds) in reports.get(TIER_LOADS, {}).items():
+                live.num_host_tokens = load.num_tokens - load.num_from_disk
+                live.num_disk_tokens = load.num_from_disk
+        for tier, loads in report.tier_loads.items():
             before = self._tier_loads[tier]
             self._tier_loads[tier] = TierLoads(
-                before.num_bytes + num_bytes, before.seconds + seconds
+                before.num_bytes + loads.num_bytes, before.seconds + loads.seconds
             )
-        for drop_id, blocks in reports.get(DROPPED, {}).items():
+        for drop_id, blocks in report.dropped.items():
             if (dropped := self._drops.get(drop_id)) is not None and not dropped.done():
                 dropped.set_result(DroppedBlocks(*blocks))
-        for internal_id, num_held_tokens in reports.get(PREFIX_GONE, {}).items():
+        for internal_id, num_held_tokens in report.gone.items():
             # The request waits in vLLM until it is aborted, and may be reported again until then.
             if (live := self._by_internal_id.get(internal_id)) is not None:
                 await self.abort([live.request.request_id])

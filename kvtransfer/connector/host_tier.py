@@ -45,6 +45,7 @@ from baton.kvtransfer.connector.disk_loads import DiskLoads
 from baton.kvtransfer.connector.disk_tier import DiskTier
 from baton.kvtransfer.connector.host_memory import HostBlocks, HostMemory, lacking
 from baton.kvtransfer.connector.load_counts import LoadCounts
+from baton.kvtransfer.connector.step_report import HostLoad, StepReport
 from baton.kvtransfer.disk.orders import DiskReport
 
 if TYPE_CHECKING:
@@ -60,13 +61,6 @@ if TYPE_CHECKING:
 
 # Key in kv_connector_extra_config, by vLLM's name: bytes of host memory of all ranks.
 HOST_BYTES = "cpu_bytes_to_use"
-# Key in SchedulerStats.kv_connector_stats; the value is the result of `CachedBlocks.take_host`.
-HOST_CHANGE = "baton_host_cache"
-# Key in SchedulerStats.kv_connector_stats: by the engine's request id, how many prompt tokens a
-# request loads from host memory, and how many of these had to come from disk.
-HOST_LOADS = "baton_host_loads"
-# Key in SchedulerStats.kv_connector_stats; the value is the result of `LoadCounts.take`.
-TIER_LOADS = "baton_tier_loads"
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +138,8 @@ class HostTier:
         self.blocks = memory.get_manager()
         self._scheduler = scheduler
         self.disk = disk
-        self._loads: dict[str, tuple[int, int]] = {}
+        # Loads that requests have begun since the last step, by the engine's request id.
+        self._loads: dict[str, HostLoad] = {}
         self._counts = LoadCounts(memory.config.parallel.world_size, num_replicas)
         # Blocks loaded from disk, by the engine's request id.
         self._disk_loads: dict[str, DiskLoads] = {}
@@ -233,7 +228,7 @@ class HostTier:
             first = state.num_locally_computed_tokens // size
             keys = state.group_states[0].offload_keys[first:][: num_loaded_tokens // size]
             num_from_disk = size * len(loads.keys.intersection(keys))
-        self._loads[request.request_id] = num_loaded_tokens, num_from_disk
+        self._loads[request.request_id] = HostLoad(num_loaded_tokens, num_from_disk)
         self._scheduler.update_state_after_alloc(request, blocks, num_loaded_tokens)
 
     def overwritten(self, block_ids: Iterable[int]) -> None:
@@ -289,12 +284,14 @@ class HostTier:
             if state is not None:
                 self.blocks.used(state.group_states[0].offload_keys)
 
-    def take_loads(self) -> dict[str, tuple[int, int]]:
-        """Returns the loads since the last step, see HOST_LOADS; called once per step."""
-        loads, self._loads = self._loads, {}
+    def add_to(self, report: StepReport) -> None:
+        """Adds the loads since the last step, and the changes of the disk."""
+        report.host_loads, self._loads = self._loads, {}
+        report.tier_loads = self._counts.take()
         # vLLM's half collects figures until they are taken.
         self._scheduler.get_stats()
-        return loads
+        if self.disk is not None:
+            self.disk.add_to(report)
 
     @property
     def has_work(self) -> bool:
@@ -308,10 +305,6 @@ class HostTier:
         """Takes the ranks' report on their disks."""
         self._counts.add("disk", report.loaded_bytes, report.load_s)
         self.blocks.disk_reported(report)
-
-    def take_copied(self) -> dict[str, tuple[int, float]]:
-        """Returns the loads since the last call, see TIER_LOADS; empty if there were none."""
-        return self._counts.take()
 
     def clear(self) -> None:
         """Forgets all blocks."""

@@ -53,22 +53,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
 from baton.kvtransfer import engine_groups, engine_stages
+from baton.kvtransfer.block_changes import CacheChange
 from baton.kvtransfer.connector.cache_drops import CacheDrops, Clearing
 from baton.kvtransfer.connector.cache_groups import UnsupportedCache, named_groups
-from baton.kvtransfer.connector.cached_blocks import CACHE_CHANGE, CachedBlocks
+from baton.kvtransfer.connector.cached_blocks import CachedBlocks
 from baton.kvtransfer.connector.cpu_copies import CpuCopies, step_bytes, stream_bytes
 from baton.kvtransfer.connector.disk_tier import SHUTDOWN_TIMEOUT_S, make_rank_disk
 from baton.kvtransfer.connector.draft_layers import check_draft, draft_layers
 from baton.kvtransfer.connector.handoff_step import HandoffStep, LoadReport
 from baton.kvtransfer.connector.host_memory import host_layers
-from baton.kvtransfer.connector.host_tier import (
-    HOST_BYTES,
-    HOST_CHANGE,
-    HOST_LOADS,
-    TIER_LOADS,
-    HostTier,
-    make_rank_half,
-)
+from baton.kvtransfer.connector.host_tier import HOST_BYTES, HostTier, make_rank_half
 from baton.kvtransfer.connector.paged_cache import page_layout
 from baton.kvtransfer.connector.rank_half import RankHalf
 from baton.kvtransfer.connector.scheduler_half import SchedulerHalf
@@ -149,7 +143,7 @@ class RankReport(KVConnectorWorkerMetadata):
 
 
 class StepStats(KVConnectorStats):
-    """A step's work and cache changes, carried to Baton's engine among vLLM's statistics."""
+    """An encoded StepReport, which vLLM carries to Baton's engine among its statistics."""
 
     def is_empty(self) -> bool:
         return not self.data
@@ -452,22 +446,15 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             return None
         self._cache_events = self._known_cache_manager.take_events()
-        told = self._scheduler.finish_step()
-        if (change := self._cache_change(self._cache_events)) is not None:
-            told[CACHE_CHANGE] = change
+        report = self._scheduler.finish_step()
+        report.cache = self._cache_change(self._cache_events)
         if self._host is not None:
-            if (change := self._cached.take_host()) is not None:
-                told[HOST_CHANGE] = change
-            if loads := self._host.take_loads():
-                told[HOST_LOADS] = loads
-            if copied := self._host.take_copied():
-                told[TIER_LOADS] = copied
-            if self._host.disk is not None:
-                told |= self._host.disk.told()
-        told |= self._drops.told()
-        return StepStats(told)
+            report.host_cache = self._cached.take_host()
+            self._host.add_to(report)
+        self._drops.add_to(report)
+        return StepStats(report.encode())
 
-    def _cache_change(self, events: Sequence[KVCacheEvent]) -> Any:
+    def _cache_change(self, events: Sequence[KVCacheEvent]) -> CacheChange | None:
         """Returns the change that these events make to the prefix cache; None for no change."""
         for event in events:
             match event:

@@ -420,8 +420,9 @@ def _copies() -> Any:
 
 @pytest.mark.parametrize("hung", [Load, Write])
 def test_a_deletion_does_not_wait_for_a_disk_that_hangs(hung: type) -> None:
-    from baton.kvtransfer.connector.cache_drops import DROPPED, CacheDrops
+    from baton.kvtransfer.connector.cache_drops import CacheDrops
     from baton.kvtransfer.connector.request_params import DropOrder, encode
+    from baton.kvtransfer.connector.step_report import Dropped, StepReport
 
     table = Table()
     assert table.disk is not None
@@ -443,7 +444,7 @@ def test_a_deletion_does_not_wait_for_a_disk_that_hangs(hung: type) -> None:
     request: Any = SimpleNamespace(kv_transfer_params=encode(drop=DropOrder(7, "search")))
     drops.add(request, device)
     (deletion,) = table.orders()
-    told: dict[str, Any] = {}
+    report = StepReport()
     for _ in range(30):
         if hung is Load:
             # The disk deletes, and loads nothing.
@@ -453,8 +454,8 @@ def test_a_deletion_does_not_wait_for_a_disk_that_hangs(hung: type) -> None:
         clearing = drops.step()
         cleared += clearing.slots
         drops.reported(clearing.ended)
-        told |= drops.told()
-    assert told[DROPPED] == {7: [0, 2, 4, True]}
+        drops.add_to(report)
+    assert report.dropped == {7: Dropped(0, 2, 4, has_files_left=True)}
     assert not drops.has_work
     # Ranks may still use these places.
     slots = table.disk.slots
