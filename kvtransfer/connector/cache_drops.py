@@ -87,9 +87,7 @@ class CacheDrops:
         deletion = None
         # The owners of blocks in host memory are known until the device's report follows.
         if self._host is not None:
-            num_host = self._host.blocks.delete(selection)
-            if self._host.disk is not None:
-                num_disk, deletion = self._host.disk.index.delete(selection)
+            num_host, num_disk, deletion = self._host.delete(selection)
         num_device = self._delete_on_device(selection, manager)
         blocks = num_device, num_host, num_disk
         self._drops[order.drop_id] = _Drop(blocks, deletion, self._num_ranks)
@@ -118,9 +116,8 @@ class CacheDrops:
     def step(self) -> Clearing:
         """Returns what ranks do first in the step that is made next."""
         # Blocks that were in use may be free only after their order has ended.
-        blocks = self._host.blocks if self._host is not None else None
-        clearing = Clearing(blocks.take_uncleared() if blocks is not None else [])
-        if self._drops and (blocks is None or not blocks.is_deleting):
+        clearing = Clearing(self._host.take_uncleared() if self._host is not None else [])
+        if self._drops and (self._host is None or not self._host.is_deleting):
             for drop_id, drop in self._drops.items():
                 if not drop.begun:
                     drop.begun = True
@@ -135,13 +132,9 @@ class CacheDrops:
     def add_to(self, report: StepReport) -> None:
         """Adds the orders that have ended."""
         for drop_id, drop in list(self._drops.items()):
-            is_deleted: bool | None = True
             if drop.num_missing:
                 continue
-            if drop.deletion is not None:
-                assert self._host is not None
-                assert self._host.disk is not None
-                is_deleted = self._host.disk.index.take_deleted(drop.deletion)
+            is_deleted = self._host is None or self._host.take_deleted(drop.deletion)
             if is_deleted is not None:
                 del self._drops[drop_id]
                 report.dropped[drop_id] = Dropped(*drop.num_blocks, has_files_left=not is_deleted)

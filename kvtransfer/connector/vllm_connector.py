@@ -401,8 +401,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         )
         if self._host is not None:
             self._host.overwritten(step.cleared)
-            made.host, disk = self._host.step(scheduler_output), self._host.disk
-            made.disk = disk.take_orders() if disk is not None else []
+            made.host = self._host.step(scheduler_output)
+            made.disk = self._host.take_disk_orders()
         return made
 
     def has_pending_push_work(self) -> bool:
