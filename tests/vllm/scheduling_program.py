@@ -292,7 +292,7 @@ def failed_load(*, is_fenced: bool) -> dict[str, Any]:
             connector.
     """
     engine = Engine(5, asynchronous=True)
-    engine.scheduler.connector._scheduler.requests_wait = False
+    engine.scheduler.connector.connector_scheduler.handoffs.requests_wait = False
     engine.scheduler.defer_block_free &= is_fenced
     prompt = list(range(1000, 1000 + 3 * BLOCK + 1))
     receive = ReceiveHandoff(HANDOFF, 3 * BLOCK, 60.0)
