@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -43,9 +43,10 @@ from vllm.v1.request import RequestStatus
 from baton.kvtransfer.connector.cached_blocks import CachedBlocks
 from baton.kvtransfer.connector.disk_loads import DiskLoads
 from baton.kvtransfer.connector.disk_tier import DiskTier
-from baton.kvtransfer.connector.host_memory import HostBlocks, HostMemory, lacking
+from baton.kvtransfer.connector.host_memory import HostBlocks, HostMemory, require_names
 from baton.kvtransfer.connector.load_counts import LoadCounts
 from baton.kvtransfer.connector.step_report import HostLoad, StepReport
+from baton.kvtransfer.connector.vllm_names import missing_attributes, missing_members
 from baton.kvtransfer.disk.orders import BlockSelection, DiskReport, Order
 
 if TYPE_CHECKING:
@@ -160,8 +161,7 @@ class HostTier:
         disk = DiskTier.make(extra, memory)
         memory.report_to(reports, disk.index if disk is not None else None)
         scheduler = OffloadingConnectorScheduler(memory, vllm_config, kv_cache_config)
-        if missing := _missing(scheduler):
-            raise lacking(missing)
+        require_names(_missing(scheduler))
         return cls(memory, scheduler, num_replicas, disk)
 
     def add(self, request: Request) -> None:
@@ -344,14 +344,12 @@ class HostTier:
 
 
 def _missing(scheduler: OffloadingConnectorScheduler) -> list[str]:
-    found = [
-        f"{owner.__name__}.{name}"
-        for owner, names in _FIELDS.items()
-        for name in set(names).difference(one.name for one in fields(owner))
-    ]
-    found += [name for name in _ATTRIBUTES if not hasattr(scheduler, name)]
     assert isinstance(scheduler.manager, HostBlocks), "HostMemory makes no other"
-    return found + scheduler.manager.missing
+    return [
+        *missing_members(_FIELDS),
+        *missing_attributes(scheduler, _ATTRIBUTES),
+        *scheduler.manager.missing,
+    ]
 
 
 def make_rank_half(
