@@ -13,6 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
+from baton.kvtransfer.block_changes import CacheChange
 from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.prompt_images import end_of_images
@@ -102,8 +103,12 @@ class EngineRequest:
         with known tokens and without such a handoff returns them: the worker that returned the
         tokens may have been lost before the request's end.
         """
-        has_handoff = self.receive is not None and not self.receive.is_fetch
-        return self.sampling.HasField("prompt_logprobs") and not has_handoff
+        return self.sampling.HasField("prompt_logprobs") and not self.loads_whole_prompt
+
+    @property
+    def loads_whole_prompt(self) -> bool:
+        """Whether the request loads a handoff that is not a fetch."""
+        return self.receive is not None and not self.receive.is_fetch
 
     @property
     def num_needed_tokens(self) -> int:
@@ -195,25 +200,6 @@ class StepSample:
     num_kv_tokens: int
     duration_s: float
     prefill_token_squares: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class CacheChange:
-    """Change of one tier of an engine's KV blocks, by block hash (runtime/block_hashes.py).
-
-    An engine with other hashes computes these hashes for its report. The order of events is:
-    `cleared`, then `removed`, then `stored`. A block is stored after the block before it and
-    removed before that block.
-
-    Attributes:
-        stored: Blocks that requests may find from now on; each holds one full block of tokens.
-        removed: Blocks that the cache no longer holds.
-        cleared: True if the cache holds no block that was reported before.
-    """
-
-    stored: Sequence[int] = ()
-    removed: Sequence[int] = ()
-    cleared: bool = False
 
 
 @dataclass(slots=True)

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
-from baton.engine.base import CacheChange
-from baton.kvtransfer.block_changes import BlockChanges
+from baton.kvtransfer.block_changes import BlockChanges, CacheChange
 
 
 class BlockPool:
@@ -138,8 +137,7 @@ class BlockPool:
 
     def take_change(self) -> CacheChange | None:
         """Returns the cache's changes since the last call; None for no change."""
-        change = self._changes.take()
-        return None if change is None else CacheChange(**change)
+        return self._changes.take()
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if a block is leaked, counted wrong, or cached under a wrong hash."""

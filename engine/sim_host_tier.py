@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
-from baton.engine.base import CacheChange
-from baton.kvtransfer.block_changes import BlockChanges
+from baton.kvtransfer.block_changes import BlockChanges, CacheChange
 
 
 class HostTier:
@@ -94,8 +93,7 @@ class HostTier:
 
     def take_change(self) -> CacheChange | None:
         """Returns the changes since the last call; None for no change."""
-        change = self._changes.take()
-        return None if change is None else CacheChange(**change)
+        return self._changes.take()
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if there are too many blocks, or a pinned block is missing."""

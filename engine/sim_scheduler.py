@@ -53,7 +53,7 @@ class LiveRequest:
         num_expected_cached_blocks: Blocks that the prefix cache or host memory probably holds for a
             waiting request.
         has_blocks: Whether a waiting request holds its blocks, because it has loaded some of them.
-        run: Number of preemptions; work of an earlier run is void.
+        num_preemptions: Number of preemptions; work scheduled before the last of them is void.
         pace: Compares its tokens with the ITL target; None before its first decode step here.
         receive_deadline: Deadline of the handoff, by time.monotonic. None without a handoff, and
             once the handoff is loaded or failed.
@@ -72,7 +72,7 @@ class LiveRequest:
     num_computed: int = 0
     num_computed_here: int = 0
     num_expected_cached_blocks: int = 0
-    run: int = 0
+    num_preemptions: int = 0
     pace: StreamPace | None = None
     live: bool = True
     first_run_at: float | None = None
@@ -108,19 +108,16 @@ class LiveRequest:
             return None
         if self.pace is None:
             # After a handoff, the gap since the first token counts too.
-            receive = self.request.receive
-            handed_over = receive is not None and not receive.is_fetch
-            begin = self.submitted_at if handed_over else now
+            begin = self.submitted_at if self.request.loads_whole_prompt else now
             self.pace = StreamPace(begin, len(self.tokens), self.request.itl_s)
         self.pace.advance(targets, now, len(self.tokens))
         return self.pace
 
     @property
     def is_coming(self) -> bool:
-        """Whether this is an interactive stream whose KV cache is on its way from its reader."""
-        receive = self.request.receive
-        is_handoff = receive is not None and not receive.is_fetch
-        return is_handoff and self.receive_deadline is not None and self.order[0] <= 0
+        """Whether this is an interactive stream whose KV cache comes from a prefill worker."""
+        is_waiting = self.receive_deadline is not None
+        return self.request.loads_whole_prompt and is_waiting and self.order[0] <= 0
 
     def block_hashes(self, num_tokens: int, block_size_tokens: int) -> array[int]:
         """Returns the hashes of the full blocks of the first `num_tokens` tokens."""
@@ -138,17 +135,21 @@ class LiveRequest:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One request's share of a step."""
+    """One request's share of a step.
+
+    Attributes:
+        num_preemptions: The request's preemptions before the step was scheduled.
+    """
 
     request: LiveRequest
-    run: int
+    num_preemptions: int
     num_tokens: int
     is_decode: bool
 
     @property
     def valid(self) -> bool:
         """Whether the request was neither aborted nor preempted since the step was scheduled."""
-        return self.request.live and self.request.run == self.run
+        return self.request.live and self.request.num_preemptions == self.num_preemptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +292,7 @@ class Scheduler:
         """Takes a running request's blocks; it starts over when there is room."""
         self.running.remove(request)
         self.blocks.free(request.id)
-        request.run += 1
+        request.num_preemptions += 1
         request.num_computed = request.num_computed_here = request.num_cached_blocks = 0
         request.num_expected_cached_blocks = request.num_stored_blocks = 0
         request.has_blocks = False
@@ -596,7 +597,7 @@ class Scheduler:
     @staticmethod
     def _work(request: LiveRequest, num_tokens: int) -> Work:
         is_decode = num_tokens == 1 and request.is_decoding
-        return Work(request, request.run, num_tokens, is_decode)
+        return Work(request, request.num_preemptions, num_tokens, is_decode)
 
 
 def _kept_name(request: LiveRequest) -> str:

@@ -1,11 +1,11 @@
 """The simulated engine: real scheduling, real handoffs and real protocols, without a model.
 
 Steps take the time that the latency model predicts. Tokens are a hash chain over all tokens before
-them (`expected_tokens`), and KV bytes carry the prompt's digest, so lost, repeated or foreign data
-is detected. An answer ends at a length that follows from its prompt (`mean_output_tokens`), or is
-written in the configuration (`answers`). The engine reads only the sampling parameters that end an
-output: max_tokens, min_tokens, ignore_eos, stop, stop_token_ids. It needs neither torch nor a
-model's weights, only the model's tokenizer.json.
+them (`expected_tokens` in sim_tokens.py), and KV bytes carry the prompt's digest, so lost, repeated
+or foreign data is detected. An answer ends at a length that follows from its prompt
+(`mean_output_tokens`), or is written in the configuration (`answers`). The engine reads only the
+sampling parameters that end an output: max_tokens, min_tokens, ignore_eos, stop, stop_token_ids. It
+needs neither torch nor a model's weights, only the model's tokenizer.json.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from baton.engine.sim_images import ImageRenderer
 from baton.engine.sim_sampling import Sampler
 from baton.engine.sim_scheduler import LiveRequest, Scheduler, Work
 from baton.engine.sim_text import OutputText
-from baton.engine.sim_tokens import TokenChain, Vocabulary, expected_tokens
+from baton.engine.sim_tokens import TokenChain, Vocabulary
 from baton.engine.sim_trace import StepTrace
 from baton.kvtransfer.control import ServiceGone
 from baton.kvtransfer.handoff_orders import ReceiveHandoff
@@ -56,12 +56,10 @@ from baton.runtime.prompt_images import keyed_tokens
 from baton.runtime.step_budget import StepTargets
 from baton.v1 import cluster_pb2, common_pb2, inference_pb2
 
-__all__ = ["SimulatedEngine", "expected_tokens"]
-
 _VERSION = "1"
 _MAX_SAMPLES = 256
-# Most computed steps that the worker has not fetched, because an engine process runs one step ahead
-# of its reader.
+# Most computed steps that the worker has not fetched: an engine process runs one step ahead of the
+# worker.
 _MAX_STEPS_AHEAD = 2
 # Step interval while all requests wait for handoffs, like that of an idle vLLM.
 _POLL_S = 1e-3
@@ -113,7 +111,6 @@ class SimulatedEngine:
         )
         num_host_blocks = host_kv_tokens // settings.block_size_tokens
         self._host = HostTier(num_host_blocks) if num_host_blocks else None
-        block_bytes = settings.num_layers * settings.block_bytes
         limits_steps = follows_step_targets and settings.time_scale > 0
         self._scheduler = Scheduler(
             self._blocks,
@@ -124,7 +121,7 @@ class SimulatedEngine:
             caching_block_tokens=settings.block_size_tokens if settings.prefix_caching else 0,
             model=self._latency.scaled(settings.time_scale) if limits_steps else None,
             host=self._host,
-            load_block_s=block_bytes / settings.host_bytes_per_s * settings.time_scale,
+            load_block_s=self._all_layers_bytes / settings.host_bytes_per_s * settings.time_scale,
         )
         self._requests: dict[str, LiveRequest] = {}
         self._arrivals = itertools.count()
@@ -142,6 +139,11 @@ class SimulatedEngine:
         self._steps: deque[EngineStep] = deque()
         self._has_work, self._has_steps, self._has_room = (asyncio.Event() for _ in range(3))
         self._has_room.set()
+
+    @property
+    def _all_layers_bytes(self) -> int:
+        """Bytes of one block of all layers; `settings.block_bytes` are those of one layer."""
+        return self._settings.num_layers * self._settings.block_bytes
 
     async def start(self) -> EngineInfo:
         settings = self._settings
@@ -251,8 +253,7 @@ class SimulatedEngine:
 
     def load(self) -> EngineLoad:
         samples, self._samples = tuple(self._samples), deque(maxlen=_MAX_SAMPLES)
-        num_loaded, settings = self._scheduler.take_loaded(), self._settings
-        block_bytes = settings.num_layers * settings.block_bytes
+        num_loaded = self._scheduler.take_loaded()
         return EngineLoad(
             num_steps=self._num_steps,
             num_running=len(self._scheduler.running),
@@ -266,7 +267,7 @@ class SimulatedEngine:
             ),
             samples=samples,
             host_loads=TierLoads(
-                num_loaded * block_bytes, num_loaded * self._scheduler.load_block_s
+                num_loaded * self._all_layers_bytes, num_loaded * self._scheduler.load_block_s
             ),
         )
 

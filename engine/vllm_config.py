@@ -28,7 +28,6 @@ from baton.engine.model_revision import model_revision, weights_revision
 from baton.engine.vllm_groups import all_stages
 from baton.engine.vllm_lora import lora_args
 from baton.engine.vllm_own_connector import OWN_ARGUMENTS, own_offloading
-from baton.engine.vllm_recording import Recording
 from baton.engine.vllm_refusals import (
     has_kv_draft,
     refuse_cache,
@@ -37,6 +36,8 @@ from baton.engine.vllm_refusals import (
     refuse_settings,
     refuse_states,
 )
+from baton.engine.vllm_worker_extension import WorkerExtension
+from baton.kvtransfer.connector.vllm_names import missing_attributes, require
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime import affinity, worker_directory
 from baton.runtime.names import did_you_mean
@@ -46,7 +47,8 @@ _log = logging.getLogger(__name__)
 
 _CACHE_SIZE_ARGS = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override")
 _CPU_CACHE_BYTES = 2**30
-RECORDING = f"{Recording.__module__}.{Recording.__qualname__}"
+_FINGERPRINT_USES = "the fingerprint of handoffs uses"
+WORKER_EXTENSION = f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}"
 # CUDA backends that store each token's keys, then its values, per head. In vLLM 0.32 they split the
 # last axis of [blocks, heads, tokens, 2 * head size] in two halves (`do_kv_cache_update`). fp8
 # changes the type of the values, which the fingerprint names too.
@@ -127,7 +129,7 @@ def checked_args(
         "scheduling_policy": "priority",
         "enable_log_requests": False,
         **lora_args(adapters, engine_args),
-        "worker_extension_cls": RECORDING,
+        "worker_extension_cls": WORKER_EXTENSION,
         # With such a cache, a request without pixels would fail in an engine core that has not seen
         # the image before.
         "mm_processor_cache_gb": 0,
@@ -370,6 +372,8 @@ def _fix_block_size(config: Any, backends: Sequence[Any]) -> None:
     cache = config.cache_config
     if not backends or cache.user_specified_block_size or current_platform.is_cpu():
         return
+    names = ["_preferred_block_size_for_backends"]
+    require(missing_attributes(current_platform, names), _FINGERPRINT_USES, error=EngineDead)
     cache.block_size = current_platform._preferred_block_size_for_backends(
         backends, cache.DEFAULT_BLOCK_SIZE, config
     )
@@ -391,9 +395,12 @@ def _content(config: Any, backends: Sequence[Any]) -> str:
     names = "+".join(backend.get_name() for backend in backends)
     if not current_platform.is_cpu() or model.use_mla:
         return names
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+    from vllm.v1.attention.backends import cpu_attn
 
-    isa = _get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)
+    require(missing_attributes(cpu_attn, ["_get_attn_isa"]), _FINGERPRINT_USES, error=EngineDead)
+    isa = cpu_attn._get_attn_isa(
+        model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype
+    )
     return f"{names}:{isa}"
 
 

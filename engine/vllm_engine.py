@@ -31,7 +31,6 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from baton.engine.base import (
     NO_LOADS,
-    CacheChange,
     DroppedBlocks,
     EngineDead,
     EngineInfo,
@@ -54,13 +53,9 @@ from baton.engine.vllm_profiler import VllmProfiler
 from baton.engine.vllm_request import drop_request, engine_core_requests
 from baton.engine.vllm_setup import VllmSetup
 from baton.engine.vllm_step_targets import write_targets
-from baton.kvtransfer.connector.cache_drops import DROPPED
-from baton.kvtransfer.connector.cached_blocks import CACHE_CHANGE
-from baton.kvtransfer.connector.disk_tier import DISK_CHANGE, DISK_COUNTS
-from baton.kvtransfer.connector.host_tier import HOST_CHANGE, HOST_LOADS, TIER_LOADS
 from baton.kvtransfer.connector.request_params import DropOrder
-from baton.kvtransfer.connector.scheduler_half import CUT_OFF, PREFIX_GONE
-from baton.kvtransfer.connector.step_work import STEP_WORK, StepWork
+from baton.kvtransfer.connector.step_report import StepReport
+from baton.kvtransfer.connector.step_work import StepWork
 from baton.kvtransfer.disk.directory import DiskDirectory
 from baton.runtime import affinity
 from baton.runtime.config import LatencyConfig
@@ -169,7 +164,7 @@ class VllmEngine:
         self._core = EngineCoreClient.make_async_mp_client(
             config, Executor.get_class(config), log_stats=True, renderer=renderer
         )
-        self._profiler = VllmProfiler(self._core, self._traces, extended=setup.has_recording)
+        self._profiler = VllmProfiler(self._core, self._traces)
         # The ranks have inherited their cores by now; token handling must not use a rank's core.
         affinity.avoid_cores(setup.rank_cpus)
         setup = setup.started()
@@ -240,14 +235,20 @@ class VllmEngine:
         live.pending_text = live.without_known(text)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        found = [live for name in request_ids if (live := self._live.pop(name, None))]
+        found = [live for name in dict.fromkeys(request_ids) if (live := self._live.get(name))]
         if not found:
             return
-        internal_ids = [live.internal_id for live in found]
-        for internal_id in internal_ids:
-            self._by_internal_id.pop(internal_id, None)
-        self._output.abort_requests(internal_ids, internal=True)
-        await self._core.abort_requests_async(internal_ids)
+        for live in found:
+            self._withdraw(live)
+        await self._core.abort_requests_async([live.internal_id for live in found])
+
+    def _withdraw(self, live: LiveRequest) -> None:
+        """Forgets a request, also in the output processor, which reports nothing more for it."""
+        self._forget(live)
+        self._output.abort_requests([live.internal_id], internal=True)
+
+    def _forget(self, live: LiveRequest) -> None:
+        del self._live[live.request.request_id], self._by_internal_id[live.internal_id]
 
     async def drop_cache(
         self, cache_salt: str | None, block_hashes: Collection[int] | None = None
@@ -276,7 +277,8 @@ class VllmEngine:
         step = EngineStep()
         if outputs.scheduler_stats is not None:
             self._stats = outputs.scheduler_stats
-            await self._take_reports(self._stats.kv_connector_stats or {}, outputs.timestamp, step)
+            report = StepReport.decode(self._stats.kv_connector_stats or {})
+            await self._take_report(report, outputs.timestamp, step)
         if not outputs.outputs:
             return step
         for output in outputs.outputs:
@@ -293,44 +295,37 @@ class VllmEngine:
             await self._core.abort_requests_async(processed.reqs_to_abort)
         return step
 
-    async def _take_reports(
-        self, reports: Mapping[str, Any], timestamp: float, step: EngineStep
-    ) -> None:
-        """Takes the report of the connector's scheduler half on a step (SchedulerHalf.finish_step).
+    async def _take_report(self, report: StepReport, timestamp: float, step: EngineStep) -> None:
+        """Takes the connector's report on a step.
 
         Args:
-            reports: The report's parts by their keys.
+            report: The report.
             timestamp: End of the step, by time.monotonic.
             step: Receives the parts that the worker needs.
         """
-        if reports.get(CUT_OFF):
+        if report.is_cut_off:
             # The service may still run, but it has lost part of this engine's messages.
             raise EngineDead(
                 "vLLM has lost its transfer service, or a thread that notifies it has failed "
                 "(the log has the reason): it hands over nothing more"
             )
-        work = reports.get(STEP_WORK)
-        self._sample(None if work is None else StepWork(*work), timestamp)
-        if (change := reports.get(CACHE_CHANGE)) is not None:
-            step.cache = CacheChange(**change)
-        if (change := reports.get(HOST_CHANGE)) is not None:
-            step.host_cache = CacheChange(**change)
-        if (change := reports.get(DISK_CHANGE)) is not None:
-            step.disk_cache = CacheChange(**change)
-        step.num_wrong_files, step.disk_failed = reports.get(DISK_COUNTS, (0, False))
-        for internal_id, (num_tokens, num_from_disk) in reports.get(HOST_LOADS, {}).items():
+        self._sample(report.work, timestamp)
+        step.cache, step.host_cache = report.cache, report.host_cache
+        step.disk_cache = report.disk_cache
+        step.num_wrong_files, step.disk_failed = report.num_wrong_files, report.disk_failed
+        for internal_id, load in report.host_loads.items():
             if (live := self._by_internal_id.get(internal_id)) is not None:
-                live.num_host_tokens = num_tokens - num_from_disk
-                live.num_disk_tokens = num_from_disk
-        for tier, (num_bytes, seconds) in reports.get(TIER_LOADS, {}).items():
+                live.num_host_tokens = load.num_tokens - load.num_from_disk
+                live.num_disk_tokens = load.num_from_disk
+        for tier, loads in report.tier_loads.items():
             before = self._tier_loads[tier]
             self._tier_loads[tier] = TierLoads(
-                before.num_bytes + num_bytes, before.seconds + seconds
+                before.num_bytes + loads.num_bytes, before.seconds + loads.seconds
             )
-        for drop_id, blocks in reports.get(DROPPED, {}).items():
+        for drop_id, blocks in report.dropped.items():
             if (dropped := self._drops.get(drop_id)) is not None and not dropped.done():
                 dropped.set_result(DroppedBlocks(*blocks))
-        for internal_id, num_held_tokens in reports.get(PREFIX_GONE, {}).items():
+        for internal_id, num_held_tokens in report.gone.items():
             # The request waits in vLLM until it is aborted, and may be reported again until then.
             if (live := self._by_internal_id.get(internal_id)) is not None:
                 await self.abort([live.request.request_id])
@@ -346,9 +341,8 @@ class VllmEngine:
             # The request may have been aborted while this loop retried another one.
             if (live := self._by_internal_id.get(output.request_id)) is None:
                 continue
+            self._withdraw(live)
             if live.request.num_needed_tokens:
-                self._output.abort_requests([live.internal_id], internal=True)
-                del self._live[live.request.request_id], self._by_internal_id[live.internal_id]
                 step.outputs.append(live.gone(0))
             else:
                 await self._retry(live)
@@ -360,7 +354,7 @@ class VllmEngine:
             if output.finish and (live := self._live.get(output.request_id))
         ]
         for live in finished:
-            del self._live[live.request.request_id], self._by_internal_id[live.internal_id]
+            self._forget(live)
         cut = [live.internal_id for live in finished if live.cut]
         self._output.abort_requests(cut, internal=True)
 
@@ -375,13 +369,11 @@ class VllmEngine:
         )
 
     async def _retry(self, live: LiveRequest) -> None:
-        """Runs a request again from its prompt, without handoffs.
+        """Runs a withdrawn request again from its prompt, without handoffs.
 
         vLLM has ended the request and given its send up, so its staging may belong to another
         handoff.
         """
-        self._output.abort_requests([live.internal_id], internal=True)
-        del self._live[live.request.request_id], self._by_internal_id[live.internal_id]
         sampling = live.request.sampling
         if not live.request.returns_prompt_logprobs and sampling.HasField("prompt_logprobs"):
             # The prefill worker has returned them, and for them vLLM would use no cached blocks.
@@ -410,7 +402,7 @@ class VllmEngine:
             return
         shown = self._output.request_states[output.request_id].max_tokens_param
         if shown > 1:
-            # The engine core was given max_tokens 1. To the reader the request continues, and text
+            # The engine core was given max_tokens 1. To the client the request continues, and text
             # that may still change is held back.
             output.finish_reason, live.cut = None, True
 

@@ -1,4 +1,4 @@
-"""State of a request inside vLLM, and the output that each step adds for its reader."""
+"""State of a request inside vLLM, and the output that each step adds for its client."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class LiveRequest:
         request: The request as submitted.
         internal_id: vLLM's ID of the request; never reused, unlike the request's own ID.
         submitted_at: Submission, by time.monotonic.
-        num_known_tokens: Replayed tokens that vLLM has yet to report and the reader already has.
-        num_known_chars: Characters of text that vLLM has yet to report and the reader already has.
+        num_known_tokens: Replayed tokens that vLLM has yet to report and the client already has.
+        num_known_chars: Characters of text that vLLM has yet to report and the client already has.
         pending_text: Text that became final with the known tokens but was not sent with them.
         scheduled_at: When vLLM first ran the request, by vLLM's clock.
         prefill_stats: vLLM's statistics of the prompt.
         num_host_tokens: Prompt tokens loaded from host memory.
         num_disk_tokens: Prompt tokens loaded from disk, through host memory.
-        prompt_logprobs: Rows that vLLM has reported and the reader does not have: vLLM reports them
-            with its first token, which the reader may know.
+        prompt_logprobs: Rows that vLLM has reported and the client does not have: vLLM reports them
+            with its first token, which the client may know.
         reported: True once an output was returned.
         cut: True if the first token is out and another worker continues the request.
         retried: True if the request was run again after a failed load.
@@ -56,7 +56,7 @@ class LiveRequest:
     features: Sequence[MultiModalFeatureSpec] = ()
 
     def without_known(self, text: str) -> str:
-        """Returns the part of vLLM's next text that the reader does not have."""
+        """Returns the part of vLLM's next text that the client does not have."""
         num_known = min(self.num_known_chars, len(text))
         self.num_known_chars -= num_known
         return text[num_known:]
@@ -76,7 +76,7 @@ class LiveRequest:
         return gone
 
     def output(self, made: RequestOutput, timestamp: float) -> EngineOutput | None:
-        """Returns the reader's output of a step; None if there is none.
+        """Returns the client's output of a step; None if there is none.
 
         Args:
             made: Output of vLLM's output processor.

@@ -2,20 +2,15 @@
 
 vLLM itself ends a request whose load has failed only if the model has one block table. The
 connector handles the other consequences of a failed load (connector/scheduler_half.py).
+engine/vllm_scheduler_class.py checks the method that the mixin overrides.
 """
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
-import vllm
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-
-from baton.engine.base import EngineDead
-
-_PARAMETERS = ["self", "invalid_block_ids", "num_scheduled_tokens"]
 
 
 class TableLoadFailures:
@@ -49,25 +44,3 @@ class PlainScheduler(TableLoadFailures, Scheduler):  # type: ignore[misc]
 
 class PlainAsyncScheduler(TableLoadFailures, AsyncScheduler):  # type: ignore[misc]
     """vLLM's scheduler for steps that overlap, with the mixin."""
-
-
-def use_load_failures(config: Any) -> None:
-    """Makes vLLM use one of these schedulers, unless Baton's own one is set.
-
-    Args:
-        config: vLLM's VllmConfig.
-
-    Raises:
-        EngineDead: The installed vLLM lacks the method that the mixin overrides.
-    """
-    hook = getattr(Scheduler, "_handle_invalid_blocks", None)
-    if hook is None or list(inspect.signature(hook).parameters) != _PARAMETERS:
-        raise EngineDead(
-            f"vLLM {vllm.__version__} lacks Scheduler._handle_invalid_blocks("
-            f"{', '.join(_PARAMETERS)}), which handoffs use; install the version that Baton "
-            "requires"
-        )
-    scheduling = config.scheduler_config
-    if scheduling.scheduler_cls is None:
-        chosen = PlainAsyncScheduler if scheduling.async_scheduling else PlainScheduler
-        scheduling.scheduler_cls = f"{chosen.__module__}.{chosen.__qualname__}"

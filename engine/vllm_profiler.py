@@ -21,14 +21,10 @@ class VllmProfiler:
     Args:
         core: vLLM's engine core client.
         traces: Directory that ranks write into.
-        extended: Whether vLLM's workers have Baton's extension (vllm_config.RECORDING). The user
-            may have set another extension; then vLLM's own method is used, which also writes a
-            table.
     """
 
-    def __init__(self, core: Any, traces: Path, *, extended: bool) -> None:
+    def __init__(self, core: Any, traces: Path) -> None:
         self._core, self._traces = core, traces
-        self._method = "baton_record" if extended else "profile"
 
     async def start(self) -> None:
         """Starts recording.
@@ -61,6 +57,6 @@ class VllmProfiler:
 
     async def _record(self, is_start: bool) -> None:
         try:
-            await self._core.collective_rpc_async(self._method, None, (is_start,))
+            await self._core.collective_rpc_async("baton_record", None, (is_start,))
         except EngineDeadError as error:
             raise EngineDead(str(error)) from error

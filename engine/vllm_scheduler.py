@@ -6,8 +6,8 @@ and a short prompt waits until the long one is computed. The classes here decide
 how many tokens each prompt gets (engine/step_planner.py, runtime/step_budget.py). They impose this
 on vLLM by the order of `running` and of `waiting`, by `max_num_scheduled_tokens`, and by hooks that
 bound the tokens of a single prompt. vLLM still does everything else in the step: blocks,
-preemption, the prefix cache, handoffs and speculation. At start, engine/vllm_step_budget.py checks
-that vLLM has the names used here.
+preemption, the prefix cache, handoffs and speculation. At start, engine/vllm_scheduler_class.py
+checks that vLLM has the names used here.
 """
 
 from __future__ import annotations

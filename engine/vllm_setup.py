@@ -18,7 +18,6 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from baton.engine.base import EngineDead, EngineInfo
 from baton.engine.model_revision import computation
 from baton.engine.vllm_config import (
-    RECORDING,
     RefusingEngineArgs,
     bind_threads,
     checked_args,
@@ -29,7 +28,6 @@ from baton.engine.vllm_config import (
 from baton.engine.vllm_forced_tokens import use_forced_tokens
 from baton.engine.vllm_groups import expected_layout
 from baton.engine.vllm_images import image_refusal
-from baton.engine.vllm_load_failures import use_load_failures
 from baton.engine.vllm_lora import revision_of
 from baton.engine.vllm_own_connector import Offloading, own_offloading
 from baton.engine.vllm_refusals import (
@@ -38,7 +36,7 @@ from baton.engine.vllm_refusals import (
     refuse_speculation,
     refuse_stages,
 )
-from baton.engine.vllm_step_budget import use_step_budget
+from baton.engine.vllm_scheduler_class import use_scheduler
 from baton.kvtransfer import engine_groups, engine_stages
 from baton.kvtransfer.connector.cuda_copies import scratch_bytes
 from baton.kvtransfer.connector.disk_tier import DISK, disk_options, most_blocks
@@ -216,9 +214,7 @@ class VllmSetup:
             "leash": EndsWithParent(),
             **(host_options(offloading.host_bytes, offloading.settings) if offloading else {}),
         }
-        if prior is not None:
-            use_step_budget(config, prior, transfer_socket)
-        use_load_failures(config)
+        use_scheduler(config, prior, transfer_socket)
         return cls(config, layout, checked.adapters, rank_cpus, transfer_socket)
 
     def open_disk(self, disk_dir: str, disk_bytes: int) -> DiskDirectory | None:
@@ -303,11 +299,6 @@ class VllmSetup:
         block_bytes = layout.shard_bytes(1) * layout.tp_size
         num_blocks = extra.get(HOST_BYTES, 0) // block_bytes
         return int(num_blocks * layout.block_size_tokens)
-
-    @property
-    def has_recording(self) -> bool:
-        """Whether vLLM's workers have Baton's extension and not one set by the user."""
-        return bool(self.config.parallel_config.worker_extension_cls == RECORDING)
 
     def info(self, served_name: str, tokenizer: str, begun_at: float) -> EngineInfo:
         """Returns the description of the started engine.

@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChange:
+    """Change of one tier of an engine's KV blocks, by block hash (runtime/block_hashes.py).
+
+    An engine with other hashes computes these hashes for its report. The order of events is:
+    `cleared`, then `removed`, then `stored`. A block is stored after the block before it and
+    removed before that block.
+
+    Attributes:
+        stored: Blocks that requests may find from now on; each holds one full block of tokens.
+        removed: Blocks that the cache no longer holds.
+        cleared: True if the cache holds no block that was reported before.
+    """
+
+    stored: Sequence[int] = ()
+    removed: Sequence[int] = ()
+    cleared: bool = False
 
 
 class BlockChanges:
@@ -32,14 +52,10 @@ class BlockChanges:
     def clear(self) -> None:
         self._stored, self._removed, self._cleared = {}, {}, True
 
-    def take(self) -> dict[str, Any] | None:
-        """Returns the changes since the last call as fields of CacheChange (engine/base.py)."""
+    def take(self) -> CacheChange | None:
+        """Returns the changes since the last call; None for no change."""
         if not (self._stored or self._removed or self._cleared):
             return None
-        change = {
-            "stored": list(self._stored),
-            "removed": list(self._removed),
-            "cleared": self._cleared,
-        }
+        change = CacheChange(list(self._stored), list(self._removed), self._cleared)
         self._stored, self._removed, self._cleared = {}, {}, False
         return change

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.engine.base import CacheChange
+from baton.kvtransfer.block_changes import CacheChange
 from baton.v1 import cluster_pb2
 from baton.worker.outbox import Outbox
 

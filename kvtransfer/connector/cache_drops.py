@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 
@@ -18,15 +18,12 @@ from baton.kvtransfer.connector.cached_blocks import CachedBlocks
 from baton.kvtransfer.connector.host_tier import HostTier
 from baton.kvtransfer.connector.request_params import RequestParams
 from baton.kvtransfer.connector.scheduler_half import SchedulerHalf
+from baton.kvtransfer.connector.step_report import Dropped, StepReport
 from baton.kvtransfer.disk.orders import BlockSelection
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
-
-# Key in SchedulerStats.kv_connector_stats: ended orders by ID: how many blocks were deleted on the
-# device, in host memory and on disk, and whether any files are left.
-DROPPED = "baton_dropped"
 
 
 @dataclass(slots=True)
@@ -90,9 +87,7 @@ class CacheDrops:
         deletion = None
         # The owners of blocks in host memory are known until the device's report follows.
         if self._host is not None:
-            num_host = self._host.blocks.delete(selection)
-            if self._host.disk is not None:
-                num_disk, deletion = self._host.disk.index.delete(selection)
+            num_host, num_disk, deletion = self._host.delete(selection)
         num_device = self._delete_on_device(selection, manager)
         blocks = num_device, num_host, num_disk
         self._drops[order.drop_id] = _Drop(blocks, deletion, self._num_ranks)
@@ -121,9 +116,8 @@ class CacheDrops:
     def step(self) -> Clearing:
         """Returns what ranks do first in the step that is made next."""
         # Blocks that were in use may be free only after their order has ended.
-        blocks = self._host.blocks if self._host is not None else None
-        clearing = Clearing(blocks.take_uncleared() if blocks is not None else [])
-        if self._drops and (blocks is None or not blocks.is_deleting):
+        clearing = Clearing(self._host.take_uncleared() if self._host is not None else [])
+        if self._drops and (self._host is None or not self._host.is_deleting):
             for drop_id, drop in self._drops.items():
                 if not drop.begun:
                     drop.begun = True
@@ -135,18 +129,12 @@ class CacheDrops:
         for drop_id in ended:
             self._drops[drop_id].num_missing -= 1
 
-    def told(self) -> dict[str, Any]:
-        """Returns what Baton's engine is told after a step."""
-        ended = {}
+    def add_to(self, report: StepReport) -> None:
+        """Adds the orders that have ended."""
         for drop_id, drop in list(self._drops.items()):
-            is_deleted: bool | None = True
             if drop.num_missing:
                 continue
-            if drop.deletion is not None:
-                assert self._host is not None
-                assert self._host.disk is not None
-                is_deleted = self._host.disk.index.take_deleted(drop.deletion)
+            is_deleted = self._host is None or self._host.take_deleted(drop.deletion)
             if is_deleted is not None:
                 del self._drops[drop_id]
-                ended[drop_id] = [*drop.num_blocks, not is_deleted]
-        return {DROPPED: ended} if ended else {}
+                report.dropped[drop_id] = Dropped(*drop.num_blocks, has_files_left=not is_deleted)

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from baton.kvtransfer.block_changes import BlockChanges
+from baton.kvtransfer.block_changes import BlockChanges, CacheChange
 from baton.kvtransfer.disk.orders import BlockSelection, owner_of
 from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.prompt_images import ImageKey
-
-# Key in SchedulerStats.kv_connector_stats; the value is the result of `CachedBlocks.take`.
-CACHE_CHANGE = "baton_cache"
 
 # vLLM's hash of a block (ExternalBlockHash).
 Name: TypeAlias = int | bytes
@@ -119,8 +116,8 @@ class CachedBlocks:
             self._blocks[name].num_copies = 0
             self._forget_unused(name)
 
-    def take(self) -> dict[str, Any] | None:
-        """Returns the cache's changes since the last call as fields of CacheChange."""
+    def take(self) -> CacheChange | None:
+        """Returns the cache's changes since the last call; None for no change."""
         return self._changes.take()
 
     # ---- Host memory
@@ -168,8 +165,8 @@ class CachedBlocks:
         for name in names:
             self._forget_unused(name)
 
-    def take_host(self) -> dict[str, Any] | None:
-        """Returns host memory's changes since the last call as fields of CacheChange."""
+    def take_host(self) -> CacheChange | None:
+        """Returns host memory's changes since the last call; None for no change."""
         return self._host_changes.take()
 
     def _forget_unused(self, name: Name) -> None:

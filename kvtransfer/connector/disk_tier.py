@@ -18,6 +18,7 @@ from typing import Any
 from vllm.v1.kv_offload.base import OffloadingWorker
 
 from baton.kvtransfer.connector.host_memory import HostBlocks, HostMemory, host_layers, host_pages
+from baton.kvtransfer.connector.step_report import StepReport
 from baton.kvtransfer.disk.directory import rank_directory, scan
 from baton.kvtransfer.disk.index import DiskIndex
 from baton.kvtransfer.disk.orders import BlockName, Order
@@ -27,10 +28,6 @@ _log = logging.getLogger(__name__)
 
 # Key in kv_connector_extra_config; the value is the result of `disk_options`.
 DISK = "baton_disk"
-# Key in SchedulerStats.kv_connector_stats; the value is the result of `DiskIndex.take_change`.
-DISK_CHANGE = "baton_disk_cache"
-# Key in SchedulerStats.kv_connector_stats: number of wrong files, and whether the disk is off.
-DISK_COUNTS = "baton_disk_counts"
 # Size of an allocation unit of file systems.
 _UNIT_BYTES = 4096
 # Blocks of an earlier worker that one step takes over.
@@ -140,17 +137,13 @@ class DiskTier:
         self.poll()
         return self.index.take_orders()
 
-    def told(self) -> dict[str, Any]:
-        """Returns what Baton's engine is told after a step."""
-        told: dict[str, Any] = {}
-        if (change := self.index.take_change()) is not None:
-            told[DISK_CHANGE] = change
+    def add_to(self, report: StepReport) -> None:
+        """Adds the changes since the last step."""
+        report.disk_cache = self.index.take_change()
         counts = self.index.take_counts()
         if counts.off:
             _log.warning("kv_store.disk_dir is not used any more: %s", counts.off)
-        if counts.num_wrong or counts.off:
-            told[DISK_COUNTS] = counts.num_wrong, bool(counts.off)
-        return told
+        report.num_wrong_files, report.disk_failed = counts.num_wrong, bool(counts.off)
 
 
 def make_rank_disk(

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
-import vllm
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_offload.base import (
@@ -32,6 +31,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from baton.kvtransfer.connector.cached_blocks import CachedBlocks, Name
 from baton.kvtransfer.connector.cpu_copies import CpuCopies
+from baton.kvtransfer.connector.vllm_names import missing_attributes, require
 from baton.kvtransfer.disk.index import DiskIndex
 from baton.kvtransfer.disk.orders import BlockName, BlockSelection, DiskReport
 
@@ -182,14 +182,11 @@ class HostBlocks(CPUOffloadingManager):
     @property
     def missing(self) -> list[str]:
         """The private names that the installed vLLM lacks."""
-        found = [f"HostBlocks.{name}" for name in self.PRIVATE if not hasattr(self, name)]
         policy = getattr(self, "_policy", None)
-        found += [
-            f"{type(policy).__name__}.{name}"
-            for name in self._policy_names
-            if not hasattr(policy, name)
+        return [
+            *missing_attributes(self, self.PRIVATE),
+            *missing_attributes(policy, self._policy_names),
         ]
-        return found
 
     def _delete_unused(self, keys: Sequence[OffloadKey]) -> None:
         """Deletes those doomed blocks that are not in use."""
@@ -329,18 +326,15 @@ def host_layers(worker: OffloadingWorker) -> list[npt.NDArray[np.int8]]:
     """
     if isinstance(worker, CpuCopies):
         return worker.memory
-    layers = getattr(getattr(worker, "_store_handler", None), "dst_tensors", None)
-    if layers is None:
-        raise lacking([f"{type(worker).__name__}._store_handler.dst_tensors"])
-    return [layer.numpy() for layer in layers]
+    if getattr(getattr(worker, "_store_handler", None), "dst_tensors", None) is None:
+        require_names([f"{type(worker).__name__}._store_handler.dst_tensors"])
+    return [layer.numpy() for layer in worker._store_handler.dst_tensors]
 
 
-def lacking(names: Sequence[str]) -> ValueError:
-    """Returns the error of a vLLM without private names that the KV store uses."""
-    return ValueError(
-        f"vLLM {vllm.__version__} lacks {', '.join(names)}, which the KV store in host memory "
-        "uses; install the version that Baton requires, or set kv_store.host_bytes to 0"
-    )
+def require_names(missing: Sequence[str]) -> None:
+    """Raises ValueError if vLLM lacks private names that the KV store uses."""
+    user = "the KV store in host memory uses"
+    require(missing, user, or_else="set kv_store.host_bytes to 0")
 
 
 def host_pages(layers: Sequence[npt.NDArray[np.int8]]) -> Callable[[int], Sequence[memoryview]]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -43,9 +43,11 @@ from vllm.v1.request import RequestStatus
 from baton.kvtransfer.connector.cached_blocks import CachedBlocks
 from baton.kvtransfer.connector.disk_loads import DiskLoads
 from baton.kvtransfer.connector.disk_tier import DiskTier
-from baton.kvtransfer.connector.host_memory import HostBlocks, HostMemory, lacking
+from baton.kvtransfer.connector.host_memory import HostBlocks, HostMemory, require_names
 from baton.kvtransfer.connector.load_counts import LoadCounts
-from baton.kvtransfer.disk.orders import DiskReport
+from baton.kvtransfer.connector.step_report import HostLoad, StepReport
+from baton.kvtransfer.connector.vllm_names import missing_attributes, missing_members
+from baton.kvtransfer.disk.orders import BlockSelection, DiskReport, Order
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,13 +62,6 @@ if TYPE_CHECKING:
 
 # Key in kv_connector_extra_config, by vLLM's name: bytes of host memory of all ranks.
 HOST_BYTES = "cpu_bytes_to_use"
-# Key in SchedulerStats.kv_connector_stats; the value is the result of `CachedBlocks.take_host`.
-HOST_CHANGE = "baton_host_cache"
-# Key in SchedulerStats.kv_connector_stats: by the engine's request id, how many prompt tokens a
-# request loads from host memory, and how many of these had to come from disk.
-HOST_LOADS = "baton_host_loads"
-# Key in SchedulerStats.kv_connector_stats; the value is the result of `LoadCounts.take`.
-TIER_LOADS = "baton_tier_loads"
 
 logger = logging.getLogger(__name__)
 
@@ -128,10 +123,6 @@ class HostTier:
         scheduler: vLLM's half beside the scheduler.
         num_replicas: Number of ranks that hold the same keys and values.
         disk: The tier below; None: there is none.
-
-    Attributes:
-        blocks: The blocks in host memory.
-        disk: The tier below.
     """
 
     def __init__(
@@ -141,10 +132,11 @@ class HostTier:
         num_replicas: int,
         disk: DiskTier | None = None,
     ) -> None:
-        self.blocks = memory.get_manager()
+        self._blocks = memory.get_manager()
         self._scheduler = scheduler
-        self.disk = disk
-        self._loads: dict[str, tuple[int, int]] = {}
+        self._disk = disk
+        # Loads that requests have begun since the last step, by the engine's request id.
+        self._loads: dict[str, HostLoad] = {}
         self._counts = LoadCounts(memory.config.parallel.world_size, num_replicas)
         # Blocks loaded from disk, by the engine's request id.
         self._disk_loads: dict[str, DiskLoads] = {}
@@ -169,8 +161,7 @@ class HostTier:
         disk = DiskTier.make(extra, memory)
         memory.report_to(reports, disk.index if disk is not None else None)
         scheduler = OffloadingConnectorScheduler(memory, vllm_config, kv_cache_config)
-        if missing := _missing(scheduler):
-            raise lacking(missing)
+        require_names(_missing(scheduler))
         return cls(memory, scheduler, num_replicas, disk)
 
     def add(self, request: Request) -> None:
@@ -195,15 +186,15 @@ class HostTier:
             Whether the request must wait until others have loaded theirs.
         """
         state = self._scheduler._req_status.get(request.request_id)
-        if self.disk is None or state is None or request.skip_reading_prefix_cache:
+        if self._disk is None or state is None or request.skip_reading_prefix_cache:
             return False
-        self.disk.poll()
+        self._disk.poll()
         loads = self._disk_loads.setdefault(request.request_id, DiskLoads())
         if state.transfer_jobs:
             return False
         state.update_offload_keys()
         keys = state.group_states[0].offload_keys[num_computed_tokens // self._block_tokens :]
-        return loads.load(self.blocks, keys, state.req_context, time.monotonic())
+        return loads.load(self._blocks, keys, state.req_context, time.monotonic())
 
     @property
     def _block_tokens(self) -> int:
@@ -216,10 +207,10 @@ class HostTier:
         if state is None or request.skip_reading_prefix_cache:
             return 0
         state.update_offload_keys()
-        size, on_disk = self._block_tokens, self.blocks.disk
+        size, on_disk = self._block_tokens, self._blocks.disk
         num_found = 0
         for key in state.group_states[0].offload_keys[num_computed_tokens // size :]:
-            found = self.blocks.lookup(key, state.req_context)
+            found = self._blocks.lookup(key, state.req_context)
             if found is not LookupResult.HIT and (on_disk is None or key not in on_disk):
                 break
             num_found += 1
@@ -233,7 +224,7 @@ class HostTier:
             first = state.num_locally_computed_tokens // size
             keys = state.group_states[0].offload_keys[first:][: num_loaded_tokens // size]
             num_from_disk = size * len(loads.keys.intersection(keys))
-        self._loads[request.request_id] = num_loaded_tokens, num_from_disk
+        self._loads[request.request_id] = HostLoad(num_loaded_tokens, num_from_disk)
         self._scheduler.update_state_after_alloc(request, blocks, num_loaded_tokens)
 
     def overwritten(self, block_ids: Iterable[int]) -> None:
@@ -265,7 +256,7 @@ class HostTier:
         wrong = set(block_ids)
         for job in self._scheduler._jobs.values():
             if job.is_store and not wrong.isdisjoint(job.deferred_fence_block_ids or ()):
-                self.blocks.drop(job.keys)
+                self._blocks.drop(job.keys)
 
     def reported(self, output: KVConnectorOutput, report: OffloadingWorkerMetadata | None) -> None:
         """Takes the ranks' report on copies that have ended."""
@@ -284,34 +275,68 @@ class HostTier:
             if state is not None:
                 state.max_offload_tokens = 0
         self._scheduler.request_finished(request)
-        if self.disk is not None:
+        if self._disk is not None:
             state = self._scheduler._req_status.get(request.request_id)
             if state is not None:
-                self.blocks.used(state.group_states[0].offload_keys)
+                self._blocks.used(state.group_states[0].offload_keys)
 
-    def take_loads(self) -> dict[str, tuple[int, int]]:
-        """Returns the loads since the last step, see HOST_LOADS; called once per step."""
-        loads, self._loads = self._loads, {}
+    def delete(self, selection: BlockSelection) -> tuple[int, int, int | None]:
+        """Deletes blocks in host memory and on disk; those in use as soon as they are not.
+
+        Returns:
+            How many blocks are deleted in host memory and on disk, and the argument of
+            `take_deleted`.
+        """
+        num_host = self._blocks.delete(selection)
+        if self._disk is None:
+            return num_host, 0, None
+        num_disk, deletion = self._disk.index.delete(selection)
+        return num_host, num_disk, deletion
+
+    def take_deleted(self, deletion: int | None) -> bool | None:
+        """Returns whether the ranks' disks have deleted everything; see DiskIndex.take_deleted.
+
+        Args:
+            deletion: A result of `delete`; None: there is no disk.
+        """
+        if self._disk is None or deletion is None:
+            return True
+        return self._disk.index.take_deleted(deletion)
+
+    @property
+    def is_deleting(self) -> bool:
+        """Whether host memory has bytes of deleted blocks; see HostBlocks."""
+        return self._blocks.is_deleting
+
+    def take_uncleared(self) -> list[int]:
+        """Returns places that ranks overwrite first in the next step; see HostBlocks."""
+        return self._blocks.take_uncleared()
+
+    def take_disk_orders(self) -> list[Order]:
+        """Returns the orders to the ranks' disks of the step that is made next."""
+        return self._disk.take_orders() if self._disk is not None else []
+
+    def add_to(self, report: StepReport) -> None:
+        """Adds the loads since the last step, and the changes of the disk."""
+        report.host_loads, self._loads = self._loads, {}
+        report.tier_loads = self._counts.take()
         # vLLM's half collects figures until they are taken.
         self._scheduler.get_stats()
-        return loads
+        if self._disk is not None:
+            self._disk.add_to(report)
 
     @property
     def has_work(self) -> bool:
         """Whether copies are under way, for which the engine must go on stepping."""
         return bool(
             self._scheduler.has_pending_push_work()
-            or (self.disk is not None and self.disk.has_orders)
+            or (self._disk is not None and self._disk.has_orders)
         )
 
     def disk_reported(self, report: DiskReport) -> None:
         """Takes the ranks' report on their disks."""
         self._counts.add("disk", report.loaded_bytes, report.load_s)
-        self.blocks.disk_reported(report)
-
-    def take_copied(self) -> dict[str, tuple[int, float]]:
-        """Returns the loads since the last call, see TIER_LOADS; empty if there were none."""
-        return self._counts.take()
+        self._blocks.disk_reported(report)
 
     def clear(self) -> None:
         """Forgets all blocks."""
@@ -319,14 +344,12 @@ class HostTier:
 
 
 def _missing(scheduler: OffloadingConnectorScheduler) -> list[str]:
-    found = [
-        f"{owner.__name__}.{name}"
-        for owner, names in _FIELDS.items()
-        for name in set(names).difference(one.name for one in fields(owner))
-    ]
-    found += [name for name in _ATTRIBUTES if not hasattr(scheduler, name)]
     assert isinstance(scheduler.manager, HostBlocks), "HostMemory makes no other"
-    return found + scheduler.manager.missing
+    return [
+        *missing_members(_FIELDS),
+        *missing_attributes(scheduler, _ATTRIBUTES),
+        *scheduler.manager.missing,
+    ]
 
 
 def make_rank_half(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from baton.kvtransfer.connector.step_report import TierLoad
+
 
 class LoadCounts:
     """Bytes and durations of loads since they were taken last, by tier.
@@ -16,7 +18,7 @@ class LoadCounts:
 
     def __init__(self, num_ranks: int, num_replicas: int) -> None:
         self._num_ranks, self._num_replicas = num_ranks, num_replicas
-        self._counts: dict[str, tuple[int, float]] = {}
+        self._counts: dict[str, TierLoad] = {}
 
     def add(self, tier: str, num_bytes: int, seconds: float) -> None:
         """Counts loads; both numbers are those of all ranks added up.
@@ -27,17 +29,17 @@ class LoadCounts:
             seconds: Time that this took.
         """
         bytes_before, before_s = self._counts.get(tier, (0, 0.0))
-        self._counts[tier] = (
+        self._counts[tier] = TierLoad(
             bytes_before + num_bytes // self._num_replicas,
             before_s + seconds / self._num_ranks,
         )
 
-    def take(self) -> dict[str, tuple[int, float]]:
-        """Returns for each tier the bytes, in which a block counts once, and the seconds of a rank.
+    def take(self) -> dict[str, TierLoad]:
+        """Returns the loads of each tier.
 
         A tier without bytes is left out. Time that its loads have taken so far counts later.
         """
-        taken = {tier: counts for tier, counts in self._counts.items() if counts[0]}
+        taken = {tier: load for tier, load in self._counts.items() if load.num_bytes}
         for tier in taken:
             del self._counts[tier]
         return taken

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from baton.kvtransfer.arena import MADV_POPULATE_WRITE
+
 logger = logging.getLogger(__name__)
 
-# Linux 5.14 and later: provides the pages of a range, and changes no byte.
-_MADV_POPULATE_WRITE = 23
 # Memory that is provided ahead of the used one, of all arrays together, and in one call: meanwhile,
 # the process cannot map other memory.
 AHEAD_BYTES, _CALL_BYTES = 128 * 2**20, 256 * 2**10
@@ -94,14 +94,18 @@ class MemoryAhead:
             self._num_provided = end
 
     def _provide(self, rows: npt.NDArray[np.int8]) -> bool:
-        """Returns whether the operating system can do it, and the thread goes on."""
+        """Provides the pages of these rows without changing a byte.
+
+        Returns:
+            Whether the operating system can do it (Linux 5.14 and later), and the thread goes on.
+        """
         begin = rows.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
         end = rows.ctypes.data + rows.nbytes
         for address in range(begin, end, _CALL_BYTES):
             if self._is_closed:
                 return False
             size = min(_CALL_BYTES, end - address)
-            if _libc.madvise(address, size, _MADV_POPULATE_WRITE):
+            if _libc.madvise(address, size, MADV_POPULATE_WRITE):
                 why = os.strerror(ctypes.get_errno())
                 logger.info("memory for the KV store is provided when it is first used: %s", why)
                 return False

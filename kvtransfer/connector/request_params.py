@@ -113,7 +113,7 @@ class RequestParams:
 
     @property
     def loads_whole_prompt(self) -> bool:
-        """Whether the request loads a handoff that is not a fetch."""
+        """Whether the request loads a handoff that is not a fetch (as EngineRequest)."""
         receive = self._params.get(_RECEIVE)
         return receive is not None and not receive[_IS_FETCH]
 

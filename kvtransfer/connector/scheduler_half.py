@@ -6,13 +6,14 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, LoadReport, Part
 from baton.kvtransfer.connector.kept_prefixes import KeptPrefixes
 from baton.kvtransfer.connector.request_params import RequestParams
 from baton.kvtransfer.connector.sends import Sends
-from baton.kvtransfer.connector.step_work import STEP_WORK, StepCounter, StepWork
+from baton.kvtransfer.connector.step_report import StepReport
+from baton.kvtransfer.connector.step_work import StepCounter, StepWork
 from baton.kvtransfer.connector.unverified import UnverifiedBlocks
 from baton.kvtransfer.connector.wrong_blocks import WrongBlocks
 from baton.kvtransfer.control import EnginePort
@@ -36,13 +37,6 @@ _RELEASED = kv_transfer_pb2.HANDOFF_STATE_RELEASED
 _LOADED = kv_transfer_pb2.REFUSAL_REASON_UNSPECIFIED
 _EXPIRED = kv_transfer_pb2.REFUSAL_REASON_EXPIRED
 _CANCELLED = kv_transfer_pb2.REFUSAL_REASON_CANCELLED
-# Key in SchedulerStats.kv_connector_stats: this engine has lost its transfer service, which does
-# not come back.
-CUT_OFF = "baton_cut_off"
-# Key in SchedulerStats.kv_connector_stats: requests that lack blocks that they cannot compute. The
-# value of a request that serves a fetch and has pushed nothing is the number of leading prompt
-# tokens that this engine holds; the value of any other request is 0.
-PREFIX_GONE = "baton_gone"
 
 
 @dataclass(slots=True)
@@ -130,7 +124,7 @@ class SchedulerHalf:
         # they cannot compute.
         self._needed: dict[str, int] = {}
         # Requests that wait until Baton's engine aborts them, because their prefix is gone. With
-        # each, the number of tokens to report (see PREFIX_GONE).
+        # each, the number of tokens to report (see StepReport.gone).
         self._gone: dict[str, int] = {}
         # True once a rank has lost the transfer service.
         self._is_cut_off = False
@@ -179,8 +173,9 @@ class SchedulerHalf:
     def num_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Returns how many tokens a request loads from its handoff; None: it waits, ask again.
 
-        Asking has no side effects on the handoff: vLLM asks again after a preemption and after
-        every allocation that failed.
+        vLLM asks again after a preemption and after every allocation that failed. Asking again is
+        harmless: a committed handoff stays until `allocated`. A handoff that cannot be loaded any
+        more is released here.
 
         Args:
             request: The engine's request, which is about to run.
@@ -240,15 +235,19 @@ class SchedulerHalf:
         ended = receive.handoff_id in self._failed or receive.handoff_id in self._released
         return ended or not self._port.alive or time.monotonic() >= receive.deadline
 
-    def lacks_cached(self, request: Request, num_held_tokens: int) -> bool:
-        """Returns whether a request must not run, because it lacks blocks that it cannot compute.
+    def end_if_uncached(self, request: Request, num_held_tokens: int) -> bool:
+        """Ends a request that must not run, because it lacks blocks that it cannot compute.
 
-        Baton's engine aborts the request then.
+        Baton's engine hears of it after the step (StepReport.gone), and aborts the request. If the
+        request serves a fetch and has pushed nothing, its send ends here; see Sends.leave.
 
         Args:
             request: The engine's request, which is about to run.
             num_held_tokens: Tokens of its prompt, from the first, in the prefix cache, in host
                 memory and in its handoff.
+
+        Returns:
+            Whether the request was ended.
         """
         if num_held_tokens < self._needed.get(request.request_id, 0):
             self._gone[request.request_id] = 0
@@ -421,18 +420,14 @@ class SchedulerHalf:
         latest = self._unfinished[-1] if self._unfinished else None
         return latest.work if latest is not None and not latest.loads else None
 
-    def finish_step(self) -> dict[str, Any]:
-        """Ends the oldest unfinished step; returns what Baton's engine is told about it.
-
-        The step's work is left out when the step loaded handoffs, because the time of a load is not
-        the model's, and when the step computed nothing.
-        """
-        told: dict[str, Any] = {}
+    def finish_step(self) -> StepReport:
+        """Ends the oldest unfinished step; returns the report on it, for other parts to add to."""
+        report = StepReport()
         if self._unfinished:
             step = self._unfinished.popleft()
             self._unverified.step_finished()
             if step.work is not None and not step.loads:
-                told[STEP_WORK] = list(step.work)
+                report.work = step.work
             # The releases go out with the following step's end, which vLLM always makes: what
             # follows from a release, in four processes, would delay the tokens of this step.
             following = self._unfinished[0].releases if self._unfinished else self._releases
@@ -441,11 +436,9 @@ class SchedulerHalf:
             for handoff_id, not_loaded in step.releases.items():
                 self._port.release(handoff_id, all_ranks=True, not_loaded=not_loaded)
         self._wrong.release_free()
-        if self._gone:
-            told[PREFIX_GONE], self._gone = self._gone, {}
-        if self._is_cut_off or not self._port.alive:
-            told[CUT_OFF] = True
-        return told
+        report.gone, self._gone = self._gone, {}
+        report.is_cut_off = self._is_cut_off or not self._port.alive
+        return report
 
     def finished(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
         """Takes the end of a request that had these blocks: the ranks push nothing more of it.

@@ -11,10 +11,6 @@ from typing import Any, NamedTuple
 
 from baton.runtime.latency import PrefillChunk
 
-# Key in SchedulerStats.kv_connector_stats; the value has the fields of StepWork in their order. It
-# arrives in Baton's process as a plain list.
-STEP_WORK = "baton_step"
-
 
 class StepWork(NamedTuple):
     """Work that one step computes, as the latency model counts it.

@@ -1,8 +1,8 @@
 """The connector class that vLLM loads: how a handoff enters and leaves vLLM.
 
-vLLM makes one connector beside its scheduler and one in every rank. These two halves share only the
-step metadata that the scheduler's half writes; both talk to the worker's transfer service, which
-moves the bytes.
+vLLM makes one connector beside its scheduler (connector_scheduler.py) and one in every rank
+(connector_worker.py). These two halves share only the step metadata that the scheduler's half
+writes; both talk to the worker's transfer service, which moves the bytes.
 
 Sending. In the step that computes them, each layer's finished blocks are gathered into the sender's
 staging, which belongs to this handoff alone. Nothing reads the paged cache later (on a GPU: nothing
@@ -29,18 +29,10 @@ disk (disk_tier.py). A request without a handoff loads blocks that the engine's 
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.kv_events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    KVCacheEvent,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -50,48 +42,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_pp_group
 
-from baton.kvtransfer import engine_groups, engine_stages
-from baton.kvtransfer.connector.cache_drops import CacheDrops, Clearing
+from baton.kvtransfer import engine_groups
 from baton.kvtransfer.connector.cache_groups import UnsupportedCache, named_groups
-from baton.kvtransfer.connector.cached_blocks import CACHE_CHANGE, CachedBlocks
-from baton.kvtransfer.connector.cpu_copies import CpuCopies, step_bytes, stream_bytes
-from baton.kvtransfer.connector.disk_tier import SHUTDOWN_TIMEOUT_S, make_rank_disk
+from baton.kvtransfer.connector.connector_scheduler import ConnectorScheduler
+from baton.kvtransfer.connector.connector_worker import ConnectorWorker, is_first_rank
 from baton.kvtransfer.connector.draft_layers import check_draft, draft_layers
-from baton.kvtransfer.connector.handoff_step import HandoffStep, LoadReport
-from baton.kvtransfer.connector.host_memory import host_layers
-from baton.kvtransfer.connector.host_tier import (
-    HOST_BYTES,
-    HOST_CHANGE,
-    HOST_LOADS,
-    TIER_LOADS,
-    HostTier,
-    make_rank_half,
-)
-from baton.kvtransfer.connector.paged_cache import page_layout
-from baton.kvtransfer.connector.rank_half import RankHalf
-from baton.kvtransfer.connector.scheduler_half import SchedulerHalf
+from baton.kvtransfer.connector.host_tier import HOST_BYTES
+from baton.kvtransfer.connector.step_metadata import StepMetadata
 from baton.kvtransfer.connector.step_work import StepWork
 from baton.kvtransfer.control import EnginePort
-from baton.kvtransfer.disk.orders import DiskReport, Order
-from baton.kvtransfer.disk.rank_disk import RankDisk
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.stages import stage_of, whole_model
-from baton.runtime import affinity, quick_exit
+from baton.runtime import quick_exit
 from baton.runtime.kv_groups import KvGroup
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-        OffloadingConnectorMetadata,
-        OffloadingWorkerMetadata,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
-        OffloadingConnectorWorker,
-    )
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -101,62 +70,19 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-@dataclass
-class StepMetadata(KVConnectorMetadata):
-    """Step orders that vLLM carries from the scheduler's half to the ranks.
-
-    Attributes:
-        step: Work for handoffs.
-        host: Copies from and to host memory; None without a host tier.
-        disk: Orders for the ranks' disks.
-        clearing: Blocks of host memory that an operator has deleted.
-        is_idle: Whether the step computes nothing.
-        limit_s: Longest time of the step that its streams allow; 0: none is known.
-    """
-
-    step: HandoffStep = field(default_factory=HandoffStep)
-    host: OffloadingConnectorMetadata | None = None
-    disk: list[Order] = field(default_factory=list)
-    clearing: Clearing = field(default_factory=Clearing)
-    is_idle: bool = False
-    limit_s: float = 0.0
-
-
-@dataclass
-class RankReport(KVConnectorWorkerMetadata):
-    """The ranks' report to the scheduler's half after a step."""
-
-    loads: LoadReport
-    is_cut_off: bool = False
-    host: OffloadingWorkerMetadata | None = None
-    disk: DiskReport | None = None
-    cleared: list[int] = field(default_factory=list)
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        assert isinstance(other, RankReport)
-        self.loads.add(other.loads)
-        self.is_cut_off = self.is_cut_off or other.is_cut_off
-        if self.host is None or other.host is None:
-            self.host = self.host or other.host
-        else:
-            self.host = self.host.aggregate(other.host)
-        if self.disk is None or other.disk is None:
-            self.disk = self.disk or other.disk
-        else:
-            self.disk.add(other.disk)
-        self.cleared += other.cleared
-        return self
-
-
 class StepStats(KVConnectorStats):
-    """A step's work and cache changes, carried to Baton's engine among vLLM's statistics."""
+    """An encoded StepReport, which vLLM carries to Baton's engine among its statistics."""
 
     def is_empty(self) -> bool:
         return not self.data
 
 
 class BatonConnector(KVConnectorBase_V1, SupportsHMA):
-    """The class that vLLM loads; each method belongs to one half.
+    """The class that vLLM loads; it passes each call to the half that the call is meant for.
+
+    Attributes:
+        connector_scheduler: The half beside vLLM's scheduler; None in a rank.
+        connector_worker: The half in a rank; None beside vLLM's scheduler.
 
     Raises:
         ValueError: The model has caches that Baton does not hand over, or ranks hold other parts of
@@ -170,61 +96,37 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         # The worker has checked the model's configuration; this checks the cache itself.
         draft = draft_layers(vllm_config, kv_cache_config)
         try:
-            self._named = named_groups(kv_cache_config, draft)
+            named = named_groups(kv_cache_config, draft)
         except UnsupportedCache as error:
             raise ValueError(
                 f"model {vllm_config.model_config.model} keeps {error} caches, which Baton does "
                 "not hand over: serve it with plain vLLM"
             ) from error
         extra = self._kv_transfer_config.kv_connector_extra_config
-        self._socket_path = extra["socket"]
         if role == KVConnectorRole.SCHEDULER:
             # Its own configuration has the layers of the first stage. The ranks were made before.
-            groups = engine_groups.recorded(self._socket_path)
+            groups = engine_groups.recorded(extra["socket"])
         else:
-            stages = _stages(list(self._named))
+            stages = _stages(list(named))
             groups = whole_model(stages)
-        self._layout = KvLayout(**extra["layout"]).with_groups(groups)
-        _check_replicas(vllm_config, kv_cache_config, self._layout)
-        check_draft(self._layout)
-        self._port = EnginePort(self._socket_path)
-        self._scheduler: SchedulerHalf | None = None
-        self._cache_events: list[KVCacheEvent] = []
-        # vLLM's events of one table stand for the prefix cache. A prefix that other tables have
-        # lost is found when a request asks for it.
-        self._indexed_table = self._layout.index_table.table
-        self._cached = CachedBlocks(self._layout.index_table.block_size_tokens)
-        self._ranks: RankHalf | None = None
-        self._host: HostTier | None = None
-        self._host_copies: OffloadingConnectorWorker | None = None
-        self._rank_disk: RankDisk | None = None
-        self._host_layers: list[npt.NDArray[np.int8]] = []
-        # Orders of an operator whose last block this rank has overwritten.
-        self._cleared: list[int] = []
-        self._step_began_at = self._limit_s = 0.0
+        layout = KvLayout(**extra["layout"]).with_groups(groups)
+        _check_replicas(vllm_config, kv_cache_config, layout)
+        check_draft(layout)
+        self._port = EnginePort(extra["socket"])
+        self.connector_scheduler: ConnectorScheduler | None = None
+        self.connector_worker: ConnectorWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
-            # vLLM's scheduler spins while its ranks compute; it must not take their cores.
-            affinity.avoid_cores(extra["rank_cpus"])
-            self._scheduler = SchedulerHalf(
-                self._port, self._layout, copies_in_steps=self.copies_in_steps
+            self.connector_scheduler = ConnectorScheduler(
+                vllm_config, kv_cache_config, layout, self._port
             )
-            self._host = HostTier.make(
-                vllm_config, kv_cache_config, self._cached, self._layout.num_replicas
-            )
-            num_ranks = vllm_config.parallel_config.world_size
-            self._drops = CacheDrops(self._cached, self._scheduler, self._host, num_ranks)
         else:
-            self._ranks = RankHalf(
-                self._socket_path,
-                self._port,
-                get_tensor_model_parallel_rank(),
-                self._layout,
-                stage_of(stages, get_pp_group().rank_in_group),
+            layer_names = [name for of_group in named.values() for name in of_group]
+            stage = stage_of(stages, get_pp_group().rank_in_group)
+            self.connector_worker = ConnectorWorker(
+                vllm_config, kv_cache_config, layer_names, layout, stage, self._port
             )
-            self._host_copies = make_rank_half(vllm_config, kv_cache_config)
-            self._note_stage(engine_stages.WEIGHTS)
-            if _is_first_rank():
-                engine_groups.record(self._socket_path, groups)
+            if is_first_rank():
+                engine_groups.record(extra["socket"], groups)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -244,12 +146,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     def shutdown(self) -> None:
-        if self._ranks is not None:
-            self._ranks.close()
-        if self._rank_disk is not None:
-            self._rank_disk.close(SHUTDOWN_TIMEOUT_S)
-        if self._host_copies is not None:
-            self._host_copies.shutdown()
+        if self.connector_worker is not None:
+            self.connector_worker.shutdown()
         self._port.close()
         # vLLM calls this at the end of its process, in each rank first: the engine core waits for
         # the ranks, and the worker waits for the engine core. A process that ends with an error
@@ -260,60 +158,28 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- ranks
 
     @property
-    def _rank_half(self) -> RankHalf:
-        assert self._ranks is not None, "vLLM called a rank's method beside the scheduler"
-        return self._ranks
+    def _worker(self) -> ConnectorWorker:
+        assert self.connector_worker is not None, "vLLM called a rank's method beside the scheduler"
+        return self.connector_worker
 
     def _orders(self) -> StepMetadata:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         return metadata
 
-    def _note_stage(self, stage: str) -> None:
-        if _is_first_rank():
-            engine_stages.record(self._socket_path, stage)
-
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        # Layers that use another layer's cache are not among the names.
-        names = [name for of_group in self._named.values() for name in of_group]
-        self._rank_half.register({name: kv_caches[name] for name in names})
-        if self._host_copies is not None:
-            self._host_copies.register_kv_caches(kv_caches)
-            assert self._host_copies.worker is not None, "vLLM makes it for these caches"
-            extra = self._kv_transfer_config.kv_connector_extra_config
-            rank = get_tensor_model_parallel_rank()
-            in_order = {
-                name: kv_caches[name]
-                for group in self._kv_cache_config.kv_cache_groups
-                for name in group.layer_names
-            }
-            layout = page_layout(in_order, self._kv_cache_config.num_blocks)
-            self._rank_disk = make_rank_disk(extra, rank, self._host_copies.worker, layout)
-            self._host_layers = host_layers(self._host_copies.worker)
-        self._note_stage(engine_stages.KV)
+        self._worker.register_kv_caches(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        # vLLM calls this first in every step: copies of blocks that get new owners end here.
         assert isinstance(kv_connector_metadata, StepMetadata)
-        clearing = kv_connector_metadata.clearing
-        for slot in clearing.slots:
-            for layer in self._host_layers:
-                layer[slot] = 0
-        self._cleared += clearing.ended
-        if self._host_copies is not None:
-            self._host_copies.handle_preemptions(kv_connector_metadata.host)
+        self._worker.handle_preemptions(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._step_began_at = time.monotonic()
-        self._rank_half.begin_step(self._orders().step)
+        self._worker.begin_step(self._orders())
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        if self._host_copies is not None:
-            self._host_copies.start_kv_transfers(self._orders().host)
-        if self._rank_disk is not None:
-            self._rank_disk.submit(self._orders().disk)
-        self._rank_half.load(self._orders().step)
+        self._worker.start_load_kv(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
@@ -325,195 +191,67 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        self._rank_half.save(layer_name)
+        self._worker.save_kv_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        self._rank_half.end_step()
-        if self._host_copies is not None:
-            self._host_copies.prepare_store_kv(self._orders().host)
+        self._worker.wait_for_save(self._orders())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        # On a CPU, loads of handoffs and copies of host memory share the bytes of a step. Loads of
-        # streams may take all the time that the step has left.
-        orders, step_s = self._orders(), time.monotonic() - self._step_began_at
-        most_bytes = step_bytes(step_s, is_idle=orders.is_idle)
-        copied = self._rank_half.copy_waited(most_bytes, stream_bytes(step_s, orders.limit_s))
-        most_bytes = max(most_bytes - copied, most_bytes // 2)
-        if self._host_copies is not None and isinstance(self._host_copies.worker, CpuCopies):
-            self._host_copies.worker.most_bytes = most_bytes
-        ended, failed = self._rank_half.take_ended()
-        if self._host_copies is None:
-            return KVConnectorTransferResults(set(), ended, failed)
-        sent, received = self._host_copies.get_finished(finished_req_ids)
-        return KVConnectorTransferResults(sent, received | ended, failed)
+        return self._worker.get_transfer_results(self._orders(), finished_req_ids)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._rank_half.take_invalid_block_ids()
+        return self._worker.get_block_ids_with_load_errors()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        report, is_cut_off = self._rank_half.take_report(), not self._rank_half.alive
-        host = self._host_copies.build_connector_worker_meta() if self._host_copies else None
-        disk = self._rank_disk.take_report() if self._rank_disk is not None else None
-        cleared, self._cleared = self._cleared, []
-        if not (report or is_cut_off or host or disk or cleared):
-            return None
-        return RankReport(report, is_cut_off, host, disk, cleared)
+        return self._worker.build_connector_worker_meta()
 
     # ---- scheduler
 
     @property
-    def _scheduler_half(self) -> SchedulerHalf:
-        assert self._scheduler is not None, "vLLM called the scheduler's method in a rank"
-        return self._scheduler
+    def _scheduler(self) -> ConnectorScheduler:
+        assert self.connector_scheduler is not None, "vLLM called the scheduler's method in a rank"
+        return self.connector_scheduler
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler.bind_kv_cache_manager(kv_cache_manager)
 
     def on_new_request(self, request: Request) -> None:
-        self._drops.add(request, self._known_cache_manager)
-        self._scheduler_half.add(request)
-        if self._host is not None:
-            self._host.add(request)
+        self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        half = self._scheduler_half
-        num_tokens = half.num_loadable_tokens(request, num_computed_tokens)
-        is_host = self._host is not None and not half.receives(request.request_id)
-        if self._host is not None and is_host:
-            num_tokens = self._host.num_loadable_tokens(request, num_computed_tokens)
-        if num_tokens is not None and half.lacks_cached(request, num_computed_tokens + num_tokens):
-            return None, False
-        return num_tokens, (is_host or half.requests_wait) and bool(num_tokens)
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        tables = blocks.get_block_ids()
-        if num_external_tokens and not self._scheduler_half.receives(request.request_id):
-            assert self._host is not None, "the tokens come from a handoff or from host memory"
-            self._scheduler_half.allocated(request, tables, 0)
-            self._host.allocated(request, blocks, num_external_tokens)
-        else:
-            filled = self._scheduler_half.allocated(request, tables, num_external_tokens)
-            if self._host is not None:
-                self._host.overwritten(filled)
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        step = self._scheduler_half.step(scheduler_output)
-        is_idle = not scheduler_output.total_num_scheduled_tokens
-        made = StepMetadata(
-            step, clearing=self._drops.step(), is_idle=is_idle, limit_s=self._limit_s
-        )
-        if self._host is not None:
-            self._host.overwritten(step.cleared)
-            made.host, disk = self._host.step(scheduler_output), self._host.disk
-            made.disk = disk.take_orders() if disk is not None else []
-        return made
+        return self._scheduler.build_connector_meta(scheduler_output)
 
     def has_pending_push_work(self) -> bool:
-        return self._drops.has_work or (self._host is not None and self._host.has_work)
+        return self._scheduler.has_pending_push_work()
 
     def reset_cache(self) -> bool | None:
-        if self._host is not None:
-            self._host.clear()
+        self._scheduler.reset_cache()
         return True
-
-    def num_stored_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Tells Baton's scheduler (engine/vllm_scheduler.py); see HostTier."""
-        if self._host is None or self._scheduler_half.receives(request.request_id):
-            return 0
-        return self._host.num_stored_tokens(request, num_computed_tokens)
-
-    def awaits_handoff(self, request_id: str) -> bool:
-        """Tells Baton's scheduler (engine/vllm_scheduler.py); see SchedulerHalf.receives."""
-        return self._scheduler_half.receives(request_id)
-
-    def is_on_its_way(self, request_id: str) -> bool:
-        """Tells Baton's scheduler (engine/vllm_scheduler.py); see SchedulerHalf.is_on_its_way."""
-        return self._scheduler_half.is_on_its_way(request_id)
-
-    @property
-    def copies_in_steps(self) -> bool:
-        """Tells Baton's scheduler whether copies of handoffs take time of steps, as on a CPU."""
-        is_cpu = self._vllm_config.device_config.device_type == "cpu"
-        return bool(is_cpu and not self._layout.has_states)
-
-    def limit_step(self, limit_s: float) -> None:
-        """Takes from Baton's scheduler how long the next step may take; 0: no limit is known."""
-        self._limit_s = limit_s
-
-    def latest_step_work(self) -> StepWork | None:
-        """Tells Baton's scheduler (engine/vllm_scheduler.py); see SchedulerHalf."""
-        return self._scheduler_half.latest_step_work()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         # vLLM calls both halves; the scheduler's half once per step, when the step has finished.
-        if self._scheduler is None:
+        if self.connector_scheduler is None:
             return None
-        self._cache_events = self._known_cache_manager.take_events()
-        told = self._scheduler.finish_step()
-        if (change := self._cache_change(self._cache_events)) is not None:
-            told[CACHE_CHANGE] = change
-        if self._host is not None:
-            if (change := self._cached.take_host()) is not None:
-                told[HOST_CHANGE] = change
-            if loads := self._host.take_loads():
-                told[HOST_LOADS] = loads
-            if copied := self._host.take_copied():
-                told[TIER_LOADS] = copied
-            if self._host.disk is not None:
-                told |= self._host.disk.told()
-        told |= self._drops.told()
-        return StepStats(told)
-
-    def _cache_change(self, events: Sequence[KVCacheEvent]) -> Any:
-        """Returns the change that these events make to the prefix cache; None for no change."""
-        for event in events:
-            match event:
-                case BlockStored(group_idx=self._indexed_table):
-                    self._cached.stored(
-                        event.parent_block_hash,
-                        event.block_hashes,
-                        event.token_ids,
-                        event.extra_keys,
-                        event.lora_name or "",
-                    )
-                case BlockRemoved(group_idx=self._indexed_table):
-                    self._cached.removed(event.block_hashes)
-                case AllBlocksCleared():
-                    self._cached.cleared()
-        return self._cached.take()
+        return StepStats(self.connector_scheduler.finish_step().encode())
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         # vLLM calls this after get_kv_connector_stats, and publishes the events if it is configured
         # to (kv_events_config).
-        return self._cache_events
-
-    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        super().bind_kv_cache_manager(kv_cache_manager)
-        self._scheduler_half.bind(kv_cache_manager.block_pool)
+        return self._scheduler.take_events()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        told = connector_output.kv_connector_worker_meta
-        if isinstance(told, RankReport):
-            self._scheduler_half.reported(told.loads, is_cut_off=told.is_cut_off)
-            self._drops.reported(told.cleared)
-        self._scheduler_half.loaded(connector_output.finished_recving or set())
-        invalid = connector_output.invalid_block_ids
-        untrusted = self._scheduler_half.distrust(invalid)
-        if untrusted:
-            self._known_cache_manager.evict_blocks(untrusted)
-        if self._host is not None:
-            if untrusted or invalid:
-                self._host.distrust({*untrusted, *invalid})
-            report = told.host if isinstance(told, RankReport) else None
-            self._host.reported(connector_output, report)
-            if isinstance(told, RankReport) and told.disk is not None:
-                self._host.disk_reported(told.disk)
-
-    @property
-    def _known_cache_manager(self) -> KVCacheManager:
-        assert self._kv_cache_manager is not None, "vLLM binds it before the first step"
-        return self._kv_cache_manager
+        self._scheduler.update_connector_output(connector_output)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -523,14 +261,35 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._scheduler_half.finished(request, block_ids)
-        if self._host is not None:
-            self._host.finished(request)
+        self._scheduler.request_finished(request, block_ids)
         return False, None
 
+    # ---- for Baton's scheduler (engine/vllm_scheduler.py)
 
-def _is_first_rank() -> bool:
-    return bool(get_pp_group().is_first_rank and get_tensor_model_parallel_rank() == 0)
+    @property
+    def copies_in_steps(self) -> bool:
+        """See ConnectorScheduler."""
+        return self._scheduler.copies_in_steps
+
+    def num_stored_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """See ConnectorScheduler."""
+        return self._scheduler.num_stored_tokens(request, num_computed_tokens)
+
+    def awaits_handoff(self, request_id: str) -> bool:
+        """See SchedulerHalf.receives."""
+        return self._scheduler.handoffs.receives(request_id)
+
+    def is_on_its_way(self, request_id: str) -> bool:
+        """See SchedulerHalf."""
+        return self._scheduler.handoffs.is_on_its_way(request_id)
+
+    def limit_step(self, limit_s: float) -> None:
+        """See ConnectorScheduler."""
+        self._scheduler.limit_step(limit_s)
+
+    def latest_step_work(self) -> StepWork | None:
+        """See SchedulerHalf."""
+        return self._scheduler.handoffs.latest_step_work()
 
 
 def _stages(own: list[KvGroup]) -> list[list[KvGroup]]:

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from baton.kvtransfer.block_changes import BlockChanges
+from baton.kvtransfer.block_changes import BlockChanges, CacheChange
 from baton.kvtransfer.disk.orders import (
     BlockName,
     BlockSelection,
@@ -424,8 +423,8 @@ class DiskIndex:
         deletion.is_taken = self.hangs
         return False if self.hangs else None
 
-    def take_change(self) -> dict[str, Any] | None:
-        """Returns the changes since the last call as fields of CacheChange (engine/base.py)."""
+    def take_change(self) -> CacheChange | None:
+        """Returns the changes since the last call; None for no change."""
         return self._changes.take()
 
     def check_integrity(self) -> None:

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.base import NO_LOADS, CacheChange, EngineOutput, EngineRequest, EngineStep
+from baton.engine.base import NO_LOADS, EngineOutput, EngineRequest, EngineStep
 from baton.engine.sim_host_tier import HostTier
 from baton.engine.sim_tokens import Vocabulary, expected_tokens
 from baton.engine.simulated import SimulatedEngine
+from baton.kvtransfer.block_changes import CacheChange
 from baton.runtime import demo_model
 from baton.runtime.block_hashes import block_hashes
 from baton.runtime.config import SimulatedConfig

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.base import CacheChange, EngineOutput, EngineRequest
+from baton.engine.base import EngineOutput, EngineRequest
 from baton.engine.sim_blocks import BlockPool
 from baton.engine.sim_tokens import Vocabulary, expected_tokens
 from baton.engine.simulated import SimulatedEngine
+from baton.kvtransfer.block_changes import CacheChange
 from baton.runtime import demo_model
 from baton.runtime.block_hashes import block_hashes
 from baton.runtime.config import SimulatedConfig

@@ -98,7 +98,7 @@ def test_a_loaded_request_starts_when_the_only_running_one_is_preempted(
     assert scheduler.next_load_at <= LOADED_AT
     scheduler.targets = TARGETS[targets]
     work = scheduler.schedule(LOADED_AT)
-    assert runs.run == 1
+    assert runs.num_preemptions == 1
     assert [item.request for item in work] == [loads]
     scheduler.blocks.check_integrity()
     # The other one gets the blocks when this one has ended.

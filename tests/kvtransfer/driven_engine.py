@@ -27,7 +27,7 @@ from baton.kvtransfer import frames
 from baton.kvtransfer.connector.handoff_step import LoadReport
 from baton.kvtransfer.connector.rank_half import RankHalf
 from baton.kvtransfer.connector.request_params import encode
-from baton.kvtransfer.connector.scheduler_half import PREFIX_GONE, SchedulerHalf
+from baton.kvtransfer.connector.scheduler_half import SchedulerHalf
 from baton.kvtransfer.handoff_orders import ReceiveHandoff
 
 NUM_OUTPUTS = 6
@@ -385,8 +385,8 @@ class DrivenEngine:
             if block.block_id not in unknown:
                 self.check_block(name, len(name) // SIZE - 1, block)
         self.sample(scheduled)
-        told = self.half.finish_step()
-        for request in [one for one in self.waiting if one.request_id in told.get(PREFIX_GONE, ())]:
+        gone = self.half.finish_step().gone
+        for request in [one for one in self.waiting if one.request_id in gone]:
             self.end(request)
 
     def take_loaded(self, request_ids):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.kvtransfer.block_changes import CacheChange
 from baton.kvtransfer.connector.cached_blocks import CachedBlocks
 from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.prompt_images import block_keys
@@ -17,8 +19,10 @@ PROMPT = list(range(100, 100 + 4 * BLOCK_SIZE))
 HASHES = list(block_hashes(PROMPT, BLOCK_SIZE))
 
 
-def changed(**lists: list[int]) -> dict[str, object]:
-    return {"stored": [], "removed": [], "cleared": False, **lists}
+def changed(
+    stored: Sequence[int] = (), removed: Sequence[int] = (), *, cleared: bool = False
+) -> CacheChange:
+    return CacheChange(list(stored), list(removed), cleared)
 
 
 def with_prompt() -> CachedBlocks:
@@ -103,7 +107,7 @@ def test_blocks_that_come_and_go_between_two_reads_are_not_reported():
     assert cached.take() is None
     cached.stored(None, [b"a"], PROMPT[:BLOCK_SIZE], None)
     cached.cleared()
-    assert cached.take() == {"stored": [], "removed": [], "cleared": True}
+    assert cached.take() == changed(cleared=True)
     cached.stored(None, [b"a"], PROMPT[:BLOCK_SIZE], None)
     assert cached.take() == changed(stored=HASHES[:1])
 
@@ -125,12 +129,12 @@ def test_applying_every_change_gives_the_cache(steps: list[tuple]) -> None:
 
     def take() -> None:
         if (change := cached.take()) is not None:
-            assert known.isdisjoint(change["stored"]) or change["cleared"]
-            if change["cleared"]:
+            assert known.isdisjoint(change.stored) or change.cleared
+            if change.cleared:
                 known.clear()
-            assert known.issuperset(change["removed"])
-            known.difference_update(change["removed"])
-            known.update(change["stored"])
+            assert known.issuperset(change.removed)
+            known.difference_update(change.removed)
+            known.update(change.stored)
 
     for step in steps:
         match step:

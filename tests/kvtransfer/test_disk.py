@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from disk_store import NUM_RANKS, PAYLOAD_BYTES, Store, block, content, namespace
 
+from baton.kvtransfer.block_changes import CacheChange
 from baton.kvtransfer.disk import block_file
 from baton.kvtransfer.disk.directory import rank_directory, scan
 from baton.kvtransfer.disk.index import TIMEOUT_S, DiskIndex
@@ -29,11 +30,7 @@ def test_blocks_come_back(tmp_path: Path):
     assert all(store.write(blocks))
     assert all(store.load(one) for one in blocks)
     assert not store.load(block(99))
-    assert store.index.take_change() == {
-        "stored": [one.hash for one in blocks],
-        "removed": [],
-        "cleared": False,
-    }
+    assert store.index.take_change() == CacheChange([one.hash for one in blocks], [])
     # Each rank has loaded its part, and says how long that took.
     assert store.loaded_bytes == len(blocks) * NUM_RANKS * PAYLOAD_BYTES
     assert store.load_s > 0
@@ -52,7 +49,7 @@ def test_a_restarted_worker_finds_its_blocks(tmp_path: Path):
     assert all(after.load(one) for one in blocks)
     change = after.index.take_change()
     assert change is not None
-    assert set(change["stored"]) == {one.hash for one in blocks}
+    assert set(change.stored) == {one.hash for one in blocks}
 
 
 def flipped(path: Path, random: random.Random) -> None:
@@ -308,7 +305,7 @@ def test_a_disk_without_room_turns_the_tier_off(tmp_path: Path):
     # Off is off, for loads too, and nothing is half written.
     assert not store.load(block(1))
     assert store.files() == {store.path(block(1), rank) for rank in range(NUM_RANKS)}
-    assert store.index.take_change() == {"stored": [], "removed": [], "cleared": True}
+    assert store.index.take_change() == CacheChange([], [], cleared=True)
     store.close()
     after = Store(tmp_path)
     assert after.load(block(1))
@@ -601,7 +598,7 @@ def test_an_owner_s_files_are_deleted(tmp_path: Path, owner: str | None):
     assert [store.load(one) for one in kept] == [owner is not None] * 5
     change = store.index.take_change()
     assert change is not None
-    assert {one.hash for one in gone} <= set(change["removed"])
+    assert {one.hash for one in gone} <= set(change.removed)
 
 
 def test_files_that_vanish_during_a_deletion_leave_the_disk_on(
@@ -644,7 +641,7 @@ def test_what_is_deleted_during_the_search_is_not_found(tmp_path: Path, num_dele
     deleted = [one for order in index.take_orders() for one in order.blocks]  # type: ignore[union-attr]
     assert deleted == [one for one in found if one not in expected]
     change = index.take_change()
-    assert change is None or change["stored"] == [one.hash for one in expected]
+    assert change is None or change.stored == [one.hash for one in expected]
     index.end_search()
     index.found(gone)
     assert all(one.key in index for one in gone)

@@ -136,12 +136,12 @@ class Worker:
         assert index.slots | self.free == set(range(NUM_SLOTS))
         change = index.take_change()
         if change is not None:
-            if change["cleared"]:
+            if change.cleared:
                 self.reported.clear()
-            assert self.reported.issuperset(change["removed"])
-            self.reported.difference_update(change["removed"])
-            assert self.reported.isdisjoint(change["stored"])
-            self.reported.update(change["stored"])
+            assert self.reported.issuperset(change.removed)
+            self.reported.difference_update(change.removed)
+            assert self.reported.isdisjoint(change.stored)
+            self.reported.update(change.stored)
         held = {one.hash for one in index._blocks.values()}
         assert self.reported == held
 

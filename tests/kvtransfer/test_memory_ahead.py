@@ -85,7 +85,7 @@ def test_no_more_memory_is_provided_than_the_bound(arrays: list[npt.NDArray[np.i
 def test_an_operating_system_that_cannot_provide_it_changes_nothing(
     arrays: list[npt.NDArray[np.int8]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_ahead, "_MADV_POPULATE_WRITE", 12345)
+    monkeypatch.setattr(memory_ahead, "MADV_POPULATE_WRITE", 12345)
     ahead = MemoryAhead(arrays)
     ahead._thread.join(DEADLINE_S)
     assert not ahead._thread.is_alive()

@@ -23,7 +23,6 @@ from random_engine import RandomEngine
 from small_engine import LAYERS, LAYOUT, SIZE
 
 from baton.kvtransfer.connector.handoff_step import LoadReport
-from baton.kvtransfer.connector.scheduler_half import CUT_OFF
 
 TestRandomEngine = RandomEngine.TestCase
 TestRandomEngine.settings = settings(
@@ -73,7 +72,7 @@ def test_an_epoch_that_was_not_committed_is_not_loaded(fault):
 def test_an_engine_that_has_lost_the_service_reports_it(who):
     engine = DrivenEngine(is_calm=True)
     engine.half.step(as_scheduled([]))
-    assert CUT_OFF not in engine.half.finish_step()
+    assert not engine.half.finish_step().is_cut_off
     assert all(rank.alive for rank in engine.ranks)
     if who == "scheduler":
         engine.service.alive = False
@@ -82,7 +81,7 @@ def test_an_engine_that_has_lost_the_service_reports_it(who):
         engine.half.reported(LoadReport(), is_cut_off=True)
     for _ in range(2):
         engine.half.step(as_scheduled([]))
-        assert engine.half.finish_step()[CUT_OFF]
+        assert engine.half.finish_step().is_cut_off
 
 
 def test_a_fetched_prefix_is_loaded_and_the_rest_is_computed():

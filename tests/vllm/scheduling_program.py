@@ -30,7 +30,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from baton.engine.vllm_config import RefusingEngineArgs, checked_args
-from baton.engine.vllm_step_budget import use_step_budget
+from baton.engine.vllm_scheduler_class import use_scheduler
 from baton.engine.vllm_step_targets import write_targets
 from baton.kvtransfer import engine_groups
 from baton.kvtransfer.connector import vllm_connector
@@ -118,7 +118,7 @@ class Engine:
             "socket": socket, "layout": dataclasses.asdict(LAYOUT), "rank_cpus": [],
         }  # fmt: skip
         if targets is not None:
-            use_step_budget(config, PRIOR, socket)
+            use_scheduler(config, PRIOR, socket)
             write_targets(socket, targets)
         spec = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
         self.scheduler = config.scheduler_config.get_scheduler_cls()(
@@ -292,7 +292,7 @@ def failed_load(*, is_fenced: bool) -> dict[str, Any]:
             connector.
     """
     engine = Engine(5, asynchronous=True)
-    engine.scheduler.connector._scheduler.requests_wait = False
+    engine.scheduler.connector.connector_scheduler.handoffs.requests_wait = False
     engine.scheduler.defer_block_free &= is_fenced
     prompt = list(range(1000, 1000 + 3 * BLOCK + 1))
     receive = ReceiveHandoff(HANDOFF, 3 * BLOCK, 60.0)

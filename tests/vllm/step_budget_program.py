@@ -23,9 +23,9 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from baton.engine import vllm_adapter_slots, vllm_step_budget
+from baton.engine import vllm_adapter_slots, vllm_scheduler_class
 from baton.engine.base import EngineDead
-from baton.engine.vllm_step_budget import use_step_budget
+from baton.engine.vllm_scheduler_class import use_scheduler
 from baton.kvtransfer.connector import vllm_connector
 from baton.kvtransfer.connector.request_params import encode
 from baton.kvtransfer.handoff_orders import ReceiveHandoff
@@ -686,15 +686,17 @@ def counted_outputs() -> list[int]:
 
 def another_vllm() -> dict[str, Any]:
     """Starts a vLLM that lacks two names."""
-    scheduling = SimpleNamespace(scheduler_cls=None, enable_chunked_prefill=True)
+    scheduling = SimpleNamespace(
+        scheduler_cls=None, enable_chunked_prefill=True, async_scheduling=True
+    )
     config = SimpleNamespace(scheduler_config=scheduling)
     lacks = {Scheduler: ("running", "gone"), Request: ("also_gone",)}
     with (
         mock.patch.object(vllm, "__version__", "9.9"),
-        mock.patch.object(vllm_step_budget, "_ATTRIBUTES", lacks),
+        mock.patch.object(vllm_scheduler_class, "_ATTRIBUTES", lacks),
     ):
         try:
-            use_step_budget(config, PRIOR, "")
+            use_scheduler(config, PRIOR, "")
         except EngineDead as error:
             message = str(error)
     return {"error": message, "scheduler": scheduling.scheduler_cls}

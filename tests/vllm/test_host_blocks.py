@@ -73,6 +73,18 @@ class Table:
         self.blocks.complete_store(keys, self.context)
         return [int(slot) for slot in output.store_spec.block_ids]
 
+    def host_tier(self) -> Any:
+        """Returns the tier of these blocks, without vLLM's half beside the scheduler."""
+        from baton.kvtransfer.connector.host_tier import HostTier
+
+        memory: Any = SimpleNamespace(
+            get_manager=lambda: self.blocks,
+            config=SimpleNamespace(parallel=SimpleNamespace(world_size=1)),
+        )
+        disk: Any = SimpleNamespace(index=self.disk)
+        scheduler: Any = None
+        return HostTier(memory, scheduler, 1, disk)
+
     def lookup(self, keys: Sequence[Any]) -> list[Any]:
         return [self.blocks.lookup(key, self.context) for key in keys]
 
@@ -420,8 +432,9 @@ def _copies() -> Any:
 
 @pytest.mark.parametrize("hung", [Load, Write])
 def test_a_deletion_does_not_wait_for_a_disk_that_hangs(hung: type) -> None:
-    from baton.kvtransfer.connector.cache_drops import DROPPED, CacheDrops
+    from baton.kvtransfer.connector.cache_drops import CacheDrops
     from baton.kvtransfer.connector.request_params import DropOrder, encode
+    from baton.kvtransfer.connector.step_report import Dropped, StepReport
 
     table = Table()
     assert table.disk is not None
@@ -438,12 +451,11 @@ def test_a_deletion_does_not_wait_for_a_disk_that_hangs(hung: type) -> None:
     # The device has no blocks.
     device: Any = SimpleNamespace(clear=lambda _: None, evict_blocks=lambda _: None)
     device.block_pool = SimpleNamespace(blocks=[])
-    host: Any = SimpleNamespace(blocks=table.blocks, disk=SimpleNamespace(index=table.disk))
-    drops = CacheDrops(table.reports, device, host, num_ranks=1)
+    drops = CacheDrops(table.reports, device, table.host_tier(), num_ranks=1)
     request: Any = SimpleNamespace(kv_transfer_params=encode(drop=DropOrder(7, "search")))
     drops.add(request, device)
     (deletion,) = table.orders()
-    told: dict[str, Any] = {}
+    report = StepReport()
     for _ in range(30):
         if hung is Load:
             # The disk deletes, and loads nothing.
@@ -453,8 +465,8 @@ def test_a_deletion_does_not_wait_for_a_disk_that_hangs(hung: type) -> None:
         clearing = drops.step()
         cleared += clearing.slots
         drops.reported(clearing.ended)
-        told |= drops.told()
-    assert told[DROPPED] == {7: [0, 2, 4, True]}
+        drops.add_to(report)
+    assert report.dropped == {7: Dropped(0, 2, 4, has_files_left=True)}
     assert not drops.has_work
     # Ranks may still use these places.
     slots = table.disk.slots

@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton.engine.base import CacheChange
 from baton.engine.simulated import SimulatedEngine
+from baton.kvtransfer.block_changes import CacheChange
 from baton.v1 import cluster_pb2
 
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_coordinator import spec
 
-from baton.engine.base import CacheChange
+from baton.kvtransfer.block_changes import CacheChange
 from baton.runtime.block_hashes import block_hashes
 from baton.v1 import cluster_pb2, common_pb2
 from baton.worker.cache_reports import MAX_HASHES_PER_MESSAGE, CacheReports

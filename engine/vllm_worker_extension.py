@@ -7,7 +7,7 @@ from typing import Any
 from vllm.distributed.parallel_state import get_pp_group
 
 
-class Recording:
+class WorkerExtension:
     """Mixed into vLLM's workers (`worker_extension_cls`); Baton calls it by collective_rpc."""
 
     # vLLM's own profiler and model runner.

@@ -1,15 +1,11 @@
-"""Configures vLLM to use Baton's scheduler, if this vLLM has everything that the class uses."""
+"""Chooses the class of vLLM's scheduler, and checks that this vLLM has the names that it uses."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import logging
-import re
 from typing import Any
 
-import vllm
 from vllm.config.lora import LoRAConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
@@ -21,24 +17,23 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.request import Request
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
-from baton.engine import vllm_scheduler
 from baton.engine.base import EngineDead
+from baton.engine.vllm_load_failures import PlainAsyncScheduler, PlainScheduler
+from baton.engine.vllm_scheduler import STEPS, BatonAsyncScheduler, BatonScheduler
 from baton.engine.vllm_step_targets import make_targets_file
+from baton.kvtransfer.connector.vllm_names import (
+    changed_methods,
+    missing_assignments,
+    missing_members,
+    require,
+)
 from baton.runtime.latency import LatencyModel
 
 _log = logging.getLogger(__name__)
 
-# The names of vLLM that Baton's scheduler uses: methods, properties and fields, with the parameters
-# of the private methods that it overrides.
-_METHODS: dict[type, tuple[str, ...]] = {
-    Scheduler: (
-        "schedule",
-        "update_from_output",
-        "_handle_blocked_waiting_request",
-        "_mamba_block_aligned_split",
-        "_try_schedule_encoder_inputs",
-        "_reserve_prefill_lookahead",
-    ),
+# The names of vLLM that Baton's scheduler uses: methods, properties and fields.
+_MEMBERS: dict[type, tuple[str, ...]] = {
+    Scheduler: ("schedule", "update_from_output"),
     Request: ("num_tokens", "num_tokens_with_spec", "num_output_tokens", "has_encoder_inputs"),
     KVCacheManager: ("get_computed_blocks",),
     KVCacheBlocks: ("blocks",),
@@ -48,7 +43,8 @@ _METHODS: dict[type, tuple[str, ...]] = {
     LoRAConfig: ("max_loras",),
     LoRARequest: ("lora_int_id",),
 }
-_HOOK_PARAMETERS = {
+# Private methods that Baton's scheduler overrides, with their parameters.
+_HOOKS = {
     "_handle_blocked_waiting_request": ["self", "request"],
     "_mamba_block_aligned_split": [
         "self",
@@ -66,6 +62,10 @@ _HOOK_PARAMETERS = {
         "shift_computed_tokens",
     ],
     "_reserve_prefill_lookahead": ["self", "request", "num_computed_tokens", "num_new_tokens"],
+}
+# The same for the mixin of all schedulers.
+_LOAD_FAILURE_HOOKS = {
+    "_handle_invalid_blocks": ["self", "invalid_block_ids", "num_scheduled_tokens"],
 }
 # Attributes of instances. The check looks for the assignments in the code, because it runs before
 # there are instances, in the worker's process.
@@ -102,61 +102,48 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
 }
 
 
-def use_step_budget(config: Any, prior: LatencyModel, transfer_socket: str) -> None:
-    """Makes vLLM use Baton's scheduler, unless vLLM computes each prompt in a single step.
+def use_scheduler(config: Any, prior: LatencyModel | None, transfer_socket: str) -> None:
+    """Chooses the class of vLLM's scheduler; each of them knows failed loads (TableLoadFailures).
 
     Args:
         config: vLLM's VllmConfig, with Baton's connector.
-        prior: Latency model until steps are measured.
+        prior: Latency model until steps are measured; None: steps have no limit.
         transfer_socket: Control socket of the worker's transfer service.
+
+    Raises:
+        EngineDead: The installed vLLM lacks a name that the class uses.
+    """
+    require(changed_methods(Scheduler, _LOAD_FAILURE_HOOKS), "handoffs use", error=EngineDead)
+    scheduling, is_async = config.scheduler_config, config.scheduler_config.async_scheduling
+    chosen: type | None = None
+    if prior is not None:
+        if scheduling.enable_chunked_prefill:
+            _prepare_step_budget(config, prior, transfer_socket)
+            chosen = BatonAsyncScheduler if is_async else BatonScheduler
+        else:
+            # vLLM never starts a prompt that gets fewer tokens than it has.
+            _log.info(
+                "steps have no limit: vLLM computes each prompt of this model in a single step"
+            )
+    if chosen is None and scheduling.scheduler_cls is None:
+        chosen = PlainAsyncScheduler if is_async else PlainScheduler
+    if chosen is not None:
+        scheduling.scheduler_cls = f"{chosen.__module__}.{chosen.__qualname__}"
+
+
+def _prepare_step_budget(config: Any, prior: LatencyModel, transfer_socket: str) -> None:
+    """Checks vLLM's names, and passes the settings of the step budget to the scheduler's process.
 
     Raises:
         EngineDead: The installed vLLM lacks a name that Baton's scheduler uses.
     """
-    scheduling = config.scheduler_config
-    if not scheduling.enable_chunked_prefill:
-        # vLLM never starts a prompt that gets fewer tokens than it has.
-        _log.info("steps have no limit: vLLM computes each prompt of this model in a single step")
-        return
-    if missing := _missing():
-        raise EngineDead(
-            f"vLLM {vllm.__version__} lacks {', '.join(missing)}, which Baton's scheduler uses; "
-            "install the version that Baton requires, or set steps.scheduler to vllm"
-        )
+    missing = [
+        *missing_members(_MEMBERS),
+        *missing_assignments(_ATTRIBUTES),
+        *changed_methods(Scheduler, _HOOKS),
+    ]
+    way_out = "set steps.scheduler to vllm"
+    require(missing, "Baton's scheduler uses", or_else=way_out, error=EngineDead)
     make_targets_file(transfer_socket)
-    scheduler = (
-        vllm_scheduler.BatonAsyncScheduler
-        if scheduling.async_scheduling
-        else vllm_scheduler.BatonScheduler
-    )
-    scheduling.scheduler_cls = f"{scheduler.__module__}.{scheduler.__qualname__}"
     extra = config.kv_transfer_config.kv_connector_extra_config
-    extra[vllm_scheduler.STEPS] = {"socket": transfer_socket, "prior": dataclasses.asdict(prior)}
-
-
-def _missing() -> list[str]:
-    found = [
-        f"{owner.__name__}.{name}"
-        for owner, names in _METHODS.items()
-        for name in names
-        if not hasattr(owner, name) and name not in inspect.get_annotations(owner)
-    ]
-    found += [
-        f"{owner.__name__}.{name}"
-        for owner, names in _ATTRIBUTES.items()
-        for name in names
-        if not re.search(rf"\bself\.{name}\b[^=\n]*=[^=]", _source(owner))
-    ]
-    found += [
-        f"Scheduler.{name}({', '.join(parameters)})"
-        for name, parameters in _HOOK_PARAMETERS.items()
-        if (hook := getattr(Scheduler, name, None)) is not None
-        and list(inspect.signature(hook).parameters) != parameters
-    ]
-    return found
-
-
-@functools.cache
-def _source(owner: type) -> str:
-    """Returns the code of a class, which takes tens of milliseconds to find."""
-    return inspect.getsource(owner)
+    extra[STEPS] = {"socket": transfer_socket, "prior": dataclasses.asdict(prior)}
