@@ -167,7 +167,7 @@ class Runner:
         Requests that do not fit into a message are left out and start again on another worker.
         """
         # A coordinator that has just started knows of no fetches.
-        clients = [one.attempt for one in self._held.values() if not one.attempt.only_cached]
+        clients = [one.attempt for one in self._held.values() if not one.attempt.serves_fetch]
         every = [attempt.running() for attempt in clients]
         every += [ended for seq, ended in self._ended if self._outbox.is_kept(seq)]
         sums = itertools.accumulate(one.ByteSize() for one in every)
@@ -250,7 +250,7 @@ class Runner:
         outputs = [
             held.attempt.failed(error)
             for held in self._held.values()
-            if not held.attempt.only_cached
+            if not held.attempt.serves_fetch
         ]
         for held in list(self._held.values()):
             self._drop(held, "failed")
@@ -329,7 +329,7 @@ class Runner:
         self._drop(held, "failed")
 
     def _post_failed(self, attempt: Attempt, error: BatonError) -> None:
-        if not attempt.only_cached:
+        if not attempt.serves_fetch:
             self._post([attempt.failed(error)])
 
     def _drop(self, held: _Held, how: str) -> None:
@@ -402,7 +402,7 @@ class Runner:
             await self._outbox.wait_for_space()
 
     def _take(self, held: _Held, output: EngineOutput, step: cluster_pb2.StepOutputs) -> None:
-        if held.attempt.only_cached:
+        if held.attempt.serves_fetch:
             self._take_prefix_output(held, output)
             return
         self._num_tokens += len(output.token_ids)
