@@ -185,8 +185,7 @@ class Attempt:
             or len(output.token_ids) != 1
             or output.logprobs
             or output.prompt_logprobs
-            or output.timings is not None
-            or output.finish is not None
+            or output.has_begun
         ):
             return False
         delta = common_pb2.TokenDelta(

@@ -177,6 +177,11 @@ class EngineOutput:
     num_held_tokens: int = 0
     error: str = ""
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether this is the first output, which has the timings, or the last one."""
+        return self.timings is not None or self.finish is not None
+
 
 @dataclass(frozen=True, slots=True)
 class StepSample:

@@ -39,6 +39,7 @@ from baton.worker.handoffs import RECEIVE, SEND, HandoffLog
 from baton.worker.metrics import DEVICE, DISK, HOST, RunnerCounts, TierCounts
 from baton.worker.outbox import Outbox
 from baton.worker.own_blocks import OwnBlocks
+from baton.worker.receives import Receives
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class Runner:
         self.idle = asyncio.Event()
         self.idle.set()
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.prefill = PrefillRole(
+        self._prefill = PrefillRole(
             engine,
             transfer,
             layout,
@@ -123,12 +124,12 @@ class Runner:
             report=partial(self._report_handoff, SEND),
             on_change=self._update_idle,
         )
-        self.decode = DecodeRole(
-            engine,
+        self._receives = Receives(
             transfer,
             report=partial(self._report_handoff, RECEIVE),
             on_change=self._update_idle,
         )
+        self._decode = DecodeRole(engine, self._receives)
         self._held: dict[str, _Held] = {}
         self._by_engine_id: dict[str, _Held] = {}
         self._cleanups: dict[asyncio.Task[None], _Held] = {}
@@ -192,25 +193,25 @@ class Runner:
     def start_prefill(self, command: cluster_pb2.PrefillCommand) -> None:
         role, plan = common_pb2.ROLE_PREFILL, _handoff(command)
         attempt = Attempt(command.spec, role, plan, _fetch(command), command.only_cached)
-        self._start(attempt, self.prefill)
+        self._start(attempt, self._prefill)
 
     def start_decode(self, command: cluster_pb2.DecodeCommand) -> None:
         role, plan = common_pb2.ROLE_DECODE, _handoff(command)
-        self._start(Attempt(command.spec, role, plan, _fetch(command)), self.decode)
+        self._start(Attempt(command.spec, role, plan, _fetch(command)), self._decode)
 
     def cancel(self, command: cluster_pb2.CancelCommand) -> None:
         """Ends an attempt in any state without an output, and drops its handoff."""
         if not command.attempt:
-            self.decode.drop(command.handoff_id)
+            self._receives.drop(command.handoff_id)
             return
         held = self._held.get(command.request_id)
         if held is not None and held.attempt.spec.attempt == command.attempt:
             self._drop(held, "cancelled")
         if command.handoff_id and command.handoff_id not in self._held_handoffs():
-            if self.prefill.sends(command.handoff_id):
-                self.prefill.abort(command.handoff_id)
+            if self._prefill.sends(command.handoff_id):
+                self._prefill.abort(command.handoff_id)
             else:
-                self.decode.drop(command.handoff_id)
+                self._receives.drop(command.handoff_id)
 
     def keep_only(self, adopted: frozenset[tuple[str, int]]) -> None:
         """Ends all attempts except these (request id, attempt), for a new coordinator.
@@ -270,8 +271,8 @@ class Runner:
 
     def _drop_unowned_handoffs(self) -> None:
         kept = self._held_handoffs()
-        self.prefill.abort_all_but(kept)
-        self.decode.keep_only(kept)
+        self._prefill.abort_all_but(kept)
+        self._receives.keep_only(kept)
 
     # ---- One request.
 
@@ -294,7 +295,8 @@ class Runner:
         held = _Held(attempt, policy)
         self._held[attempt.spec.request_id] = held
         self._by_engine_id[attempt.engine_id] = held
-        self.decode.expect_fetch(attempt)
+        if attempt.fetch is not None and attempt.fetch.num_tokens:
+            self._receives.expect(attempt.fetch.handoff_id, attempt)
         self.idle.clear()
         if attempt.spec.HasField("timeout"):
             held.deadline = asyncio.get_running_loop().call_later(
@@ -358,7 +360,13 @@ class Runner:
             self._die(str(error))
         finally:
             held.policy.release(held.attempt)
-            self.decode.release_fetch(held.attempt)
+            self._release_fetch(held.attempt)
+
+    def _release_fetch(self, attempt: Attempt, *, is_loaded: bool = False) -> None:
+        """Drops the prefix that an attempt fetches, even if it arrives later. Idempotent."""
+        plan = attempt.fetch
+        if plan is not None and self._receives.expects(plan.handoff_id, attempt):
+            self._receives.release(plan.handoff_id, is_loaded=is_loaded)
 
     def _forget(self, held: _Held, how: str) -> None:
         del self._held[held.attempt.spec.request_id]
@@ -416,9 +424,8 @@ class Runner:
             return
         message = held.attempt.report(output)
         held.policy.on_output(held.attempt, output)
-        if output.timings is not None or output.finish is not None:
-            is_loaded = output.num_handoff_tokens > 0
-            self.decode.release_fetch(held.attempt, is_loaded=is_loaded)
+        if output.has_begun:
+            self._release_fetch(held.attempt, is_loaded=output.num_handoff_tokens > 0)
         step.outputs.append(message)
         if end := message.WhichOneof("end"):
             if end == "finished" and held.attempt.role == common_pb2.ROLE_DECODE:
@@ -431,8 +438,8 @@ class Runner:
     def _take_prefix_output(self, held: _Held, output: EngineOutput) -> None:
         """Handles an output of an attempt that only sends a cached prefix to another worker."""
         is_gone = output.finish is Finish.PREFIX_GONE
-        if is_gone and self.prefill.shorten(held.attempt, output.num_held_tokens):
-            self._begin_with(held, self.prefill.begin_again)
+        if is_gone and self._prefill.shorten(held.attempt, output.num_held_tokens):
+            self._begin_with(held, self._prefill.begin_again)
             return
         held.policy.on_output(held.attempt, output)
         if output.finish is not None:
@@ -445,9 +452,9 @@ class Runner:
 
     def _on_handoff_event(self, event: HandoffEvent) -> None:
         if isinstance(event, kv_transfer_pb2.LocalSendState):
-            self.prefill.on_send_state(event)
+            self._prefill.on_send_state(event)
         else:
-            self.decode.on_handoff_state(event)
+            self._receives.on_handoff_state(event)
 
     def _report_handoff(
         self, direction: str, attempt: Attempt, report: cluster_pb2.HandoffReport
@@ -465,7 +472,7 @@ class Runner:
             self.died.set_result(reason)
 
     def _update_idle(self) -> None:
-        busy = self._held or self._cleanups or self.prefill.num_sends or self.decode.num_receives
+        busy = self._held or self._cleanups or self._prefill.num_sends or self._receives.num_live
         if busy:
             self.idle.clear()
         else:
