@@ -16,7 +16,8 @@ from baton.coordinator.routing.load_index import LoadIndex
 from baton.coordinator.routing.prefix_index import PrefixIndex, Tier
 from baton.coordinator.routing.prefix_match import NOTHING_HELD, HeldPrefix, PrefixMatch
 from baton.coordinator.routing.transfers import Transfers
-from baton.coordinator.routing.worker_load import WorkerLoad, WorkerTraits
+from baton.coordinator.routing.worker_load import WorkerLoad
+from baton.coordinator.routing.worker_traits import WorkerTraits
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import PredictedSpeeds, SessionKey, WorkerKey
 from baton.runtime.step_budget import StepTargets

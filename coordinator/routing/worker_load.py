@@ -4,82 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from baton.coordinator.routing.load_speeds import LoadSpeeds
 from baton.coordinator.routing.prefix_index import Tier
-from baton.coordinator.routing.prefix_match import HeldPrefix
 from baton.coordinator.routing.prompt_queue import PromptQueue, QueuedPrompt
+from baton.coordinator.routing.worker_traits import WorkerTraits
 from baton.coordinator.state.requests import PromptHits, WorkerKey
-from baton.runtime.latency import LatencyModel
 from baton.runtime.step_budget import StepTargets, Streams, prompt_share_alone, prompt_speed
-
-
-class Latency(Protocol):
-    """Predicted seconds of prefills and decode steps on a worker kind (runtime/latency.py).
-
-    Attributes:
-        model: the present model of the worker kind.
-    """
-
-    @property
-    def model(self) -> LatencyModel: ...
-    def prefill_s(self, num_tokens: int) -> float: ...
-    def decode_step_s(self, num_requests: int, num_kv_tokens: int) -> float: ...
-
 
 # Time until the first bytes of a load from host memory have arrived.
 _LOAD_BASE_S = 0.001
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerTraits:
-    """Fixed properties of a worker that routing needs.
-
-    Attributes:
-        latency: latency model of the worker's kind; its fit may change while it is used here.
-        host_id: workers with equal host IDs share memory.
-        kv_tokens: size of the KV cache in tokens.
-        host_kv_tokens: size of the KV store in host memory in tokens; 0: none.
-        host_bytes_per_s, disk_bytes_per_s: assumed speeds of loads; see LoadSpeeds.
-        disk_kv_tokens: size of the KV store on disk in tokens; 0: none.
-        block_size_tokens: tokens per KV block.
-        kv_bytes_per_token: bytes of KV cache per token, over all layers and ranks; 0: not known.
-        sends_prefixes: whether the cached beginning of a prompt can be handed over. It cannot for
-            sliding windows and recurrent states, which are kept only for a prompt's last tokens.
-        max_send_bytes, max_receive_bytes: size of the largest handoff.
-        chunk_tokens: maximum number of prompt tokens computed in one step.
-        max_seqs: maximum number of requests in one engine step; further requests wait in the
-            engine.
-    """
-
-    latency: Latency
-    host_id: str
-    kv_tokens: int
-    block_size_tokens: int
-    kv_bytes_per_token: int = 0
-    chunk_tokens: int = 2048
-    max_seqs: int = 2**31
-    host_kv_tokens: int = 0
-    host_bytes_per_s: float = math.inf
-    sends_prefixes: bool = True
-    max_send_bytes: int = 2**63
-    max_receive_bytes: int = 2**63
-    disk_kv_tokens: int = 0
-    disk_bytes_per_s: float = math.inf
-
-    def __post_init__(self) -> None:
-        for name in ("kv_tokens", "block_size_tokens", "chunk_tokens", "max_seqs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; must be at least 1")
-
-    def hits(self, held: HeldPrefix, most_tokens: int) -> PromptHits:
-        """The tokens that a held prefix saves, at most `most_tokens`."""
-        size = self.block_size_tokens
-        num_device = min(held.num_device * size, most_tokens)
-        num_stored = min(held.num_total * size, most_tokens) - num_device
-        num_disk = min(held.num_disk * size, num_stored)
-        return PromptHits(num_device, num_stored - num_disk, num_disk)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from baton.coordinator.routing.elastic_candidates import Demand, ElasticCandidat
 from baton.coordinator.routing.prefix_fetches import PrefixFetches
 from baton.coordinator.routing.prompt_demand import PromptDemand
 from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import WorkerTraits
+from baton.coordinator.routing.worker_traits import WorkerTraits
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import Pool

@@ -13,7 +13,7 @@ from baton.coordinator.routing.choices import NoPlacement, PrefillChoice
 from baton.coordinator.routing.elastic_candidates import Demand
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.transfers import Transfers
-from baton.coordinator.routing.worker_load import WorkerTraits
+from baton.coordinator.routing.worker_traits import WorkerTraits
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import Request

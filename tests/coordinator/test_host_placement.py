@@ -9,7 +9,8 @@ from baton.coordinator.routing.choices import PrefillChoice
 from baton.coordinator.routing.elastic_candidates import Demand
 from baton.coordinator.routing.prefix_match import HeldPrefix
 from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import WorkerLoad, WorkerTraits
+from baton.coordinator.routing.worker_load import WorkerLoad
+from baton.coordinator.routing.worker_traits import WorkerTraits
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import PromptHits

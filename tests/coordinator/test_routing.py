@@ -14,7 +14,8 @@ from worker_choices import pool_choices
 from baton.coordinator.routing.choices import DecodeChoice, PrefillChoice
 from baton.coordinator.routing.request_needs import DecodeNeeds
 from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import NO_QUEUE_LIMIT, QueueLimit, WorkerTraits
+from baton.coordinator.routing.worker_load import NO_QUEUE_LIMIT, QueueLimit
+from baton.coordinator.routing.worker_traits import WorkerTraits
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import SessionKey, WorkerKey
 from baton.runtime.block_hashes import block_hashes
