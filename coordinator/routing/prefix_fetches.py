@@ -62,8 +62,7 @@ class PrefixFetches:
         size, per_token = traits.block_size_tokens, traits.kv_bytes_per_token
         if not per_token or not traits.sends_prefixes:
             return None
-        # The last token is always computed.
-        usable = (num_tokens - 1) // size * size
+        usable = traits.reusable_tokens(num_tokens)
         best, least = None, math.inf
         for skip, num_own in self._skips(match, entry, hits, usable):
             for key, held in sources.items():
@@ -73,7 +72,7 @@ class PrefixFetches:
                 end = min(held.num_total * size, usable, skip + most_tokens)
                 if key == entry.key or end <= max(skip, hits.num_tokens):
                     continue
-                near = holder.traits.host_id == traits.host_id
+                near = holder.traits.is_near(traits)
                 num_bytes = (end - skip) * per_token
                 sending_s = transfers.seconds((key, entry.key), num_bytes, near=near)
                 wait_s = max(transfers.wait_s(key), holder.one_step_s(now))

@@ -395,11 +395,7 @@ class Router:
     def near(self, one: WorkerKey, other: WorkerKey) -> bool:
         """Whether two workers are on one host, as far as known."""
         first, second = self.loads.get(one), self.loads.get(other)
-        return (
-            first is not None
-            and second is not None
-            and first.traits.host_id == second.traits.host_id
-        )
+        return first is not None and second is not None and first.traits.is_near(second.traits)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if sums or masks differ from the entries they summarize."""

@@ -75,6 +75,14 @@ class WorkerTraits:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; must be at least 1")
 
+    def is_near(self, other: WorkerTraits) -> bool:
+        """Whether both workers are on one host, as far as known."""
+        return self.host_id == other.host_id
+
+    def reusable_tokens(self, num_tokens: int) -> int:
+        """Tokens of a prompt that may come from a cache; see the function `reusable_tokens`."""
+        return reusable_tokens(num_tokens, self.block_size_tokens)
+
     def hits(self, held: HeldPrefix, most_tokens: int) -> PromptHits:
         """The tokens that a held prefix saves, at most `most_tokens`."""
         size = self.block_size_tokens
@@ -82,6 +90,14 @@ class WorkerTraits:
         num_stored = min(held.num_total * size, most_tokens) - num_device
         num_disk = min(held.num_disk * size, num_stored)
         return PromptHits(num_device, num_stored - num_disk, num_disk)
+
+
+def reusable_tokens(num_tokens: int, block_size_tokens: int) -> int:
+    """Tokens of a prompt that may come from a cache: whole blocks without the last token.
+
+    A worker always computes the last token, because it yields the first output token.
+    """
+    return (num_tokens - 1) // block_size_tokens * block_size_tokens
 
 
 def block_size_of(hello: cluster_pb2.Hello) -> int:
