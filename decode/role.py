@@ -8,6 +8,7 @@ from typing import Protocol
 from baton.engine.attempts import Attempt
 from baton.engine.base import Engine, EngineOutput
 from baton.kvtransfer.handoff_orders import ReceiveHandoff
+from baton.runtime.durations import to_seconds
 
 
 class ExpectedHandoffs(Protocol):
@@ -44,7 +45,7 @@ class DecodeRole:
         if (plan := attempt.handoff) is None:
             return None
         self._receives.expect(plan.handoff_id, attempt)
-        timeout_s = plan.commit_timeout.ToNanoseconds() / 1e9
+        timeout_s = to_seconds(plan.commit_timeout)
         return ReceiveHandoff(plan.handoff_id, plan.num_tokens, timeout_s, plan.skip_tokens)
 
     def on_output(self, attempt: Attempt, output: EngineOutput) -> None:

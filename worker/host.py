@@ -14,6 +14,7 @@ import psutil
 
 from baton.engine.base import Engine, EngineInfo, TierLoads
 from baton.kvtransfer.control import ServiceGone, TransferClient
+from baton.runtime.durations import to_seconds
 from baton.runtime.enum_names import role_name
 from baton.runtime.errors import Unavailable
 from baton.runtime.step_messages import from_message
@@ -215,7 +216,7 @@ class WorkerHost:
                 self._serve(message.set_role.role)
                 self._report_state("the coordinator set the role")
             case "drain":
-                timeout_s = message.drain.timeout.ToNanoseconds() / 1e9
+                timeout_s = to_seconds(message.drain.timeout)
                 self.drain = DrainOrder(monotonic() + timeout_s, message.drain.reason)
                 self.drain_ordered.set()
             case "release":

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from baton.engine.base import Engine, EngineDead, NoProfiler, Trace
+from baton.runtime.durations import to_seconds
 from baton.runtime.errors import FailedPrecondition, Internal, ResourceExhausted, to_message
 from baton.runtime.profiling import CHUNK_BYTES, MAX_TRACE_BYTES, TAKE_TIMEOUT_S
 from baton.v1 import cluster_pb2
@@ -58,7 +59,7 @@ class Profiles:
         """Executes a command; ignores commands of a profile other than the running one."""
         kind = command.WhichOneof("command")
         if kind == "record":
-            self._begin(command.profile_id, command.record.ToNanoseconds() / 1e9)
+            self._begin(command.profile_id, to_seconds(command.record))
         elif command.profile_id != self._profile_id:
             return
         elif kind == "allowed_bytes":

@@ -26,6 +26,7 @@ from baton.engine.base import (
 from baton.kvtransfer.control import HandoffEvent, TransferClient
 from baton.kvtransfer.layout import KvLayout
 from baton.prefill.role import PrefillRole
+from baton.runtime.durations import to_seconds
 from baton.runtime.errors import (
     BatonError,
     DeadlineExceeded,
@@ -300,7 +301,7 @@ class Runner:
         self.idle.clear()
         if attempt.spec.HasField("timeout"):
             held.deadline = asyncio.get_running_loop().call_later(
-                attempt.spec.timeout.ToNanoseconds() / 1e9, self._expire, held
+                to_seconds(attempt.spec.timeout), self._expire, held
             )
         self._begin_with(held, policy.begin)
 
