@@ -135,7 +135,7 @@ class ElasticRule:
         return math.inf if targets is None or targets.itl_s is None else targets.itl_s
 
     def _demand(self, request: Request) -> Demand:
-        submission, lane = request.submission, self._needs.prompt_lane(request)
+        submission, lane = request.submission, self._needs.prompt_lane(request.submission)
         is_batch = submission.lane == _BATCH
         waited_s = self._router.now - request.state_since
         longest_s = lane_config(self._lanes, submission.lane).max_queue_s
@@ -143,7 +143,7 @@ class ElasticRule:
         # batch output may have been parked for requests that still run, so it waits.
         continues = len(request.token_ids) > 0 and not is_batch
         must_place = continues or waited_s > _MUST_PLACE_SHARE[lane] * longest_s
-        ends_with_first = self._needs.most_output_tokens(request) == 1
+        ends_with_first = self._needs.most_output_tokens(submission) == 1
         return Demand(
             num_tokens=request.num_tokens,
             num_output_tokens=0 if ends_with_first else self._needs.more_output_tokens(request),

@@ -110,7 +110,13 @@ class Placer:
             )
         )
         self.predictions = Predictions(
-            self.router, self._rule, workers, self.prompts, self.batch_prompts, outputs, config
+            self.router,
+            self._rule,
+            workers,
+            self.prompts,
+            self.batch_prompts,
+            self._needs,
+            config.latency,
         )
 
     def set_step_targets(self, targets: StepTargets) -> None:
@@ -193,7 +199,10 @@ class Placer:
         Returns:
             None if the request waits for something else, or is a batch request itself.
         """
-        if self.router.most_parkable() is None or self._needs.prompt_lane(request) == _BATCH:
+        if (
+            self.router.most_parkable() is None
+            or self._needs.prompt_lane(request.submission) == _BATCH
+        ):
             return None
         return self._without_avoided(request, self._room_wanted)
 
@@ -227,7 +236,7 @@ class Placer:
         delays_prompts = self.router.loads.computes_prompts(self.router.pool(worker))
         if delays_prompts or not is_local:
             self._assign_prompt(request, placement.prefill)
-        has_batch_prompt = self._needs.prompt_lane(request) == _BATCH
+        has_batch_prompt = self._needs.prompt_lane(request.submission) == _BATCH
         if has_batch_prompt and can_be_parked and delays_prompts and not is_local:
             self.batch_prompts.begins(request.key, worker)
         if placement.decode is not None:
@@ -276,7 +285,7 @@ class Placer:
         num_output = len(request.token_ids) + num_ahead
         decode = request.decode
         if self.router.outgrows(request.key, decode, request.num_prompt_tokens + num_output):
-            num_output = min(num_output, self._needs.most_output_tokens(request))
+            num_output = min(num_output, self._needs.most_output_tokens(request.submission))
             self.router.grow(request.key, decode, request.num_prompt_tokens + num_output)
 
     def released(self, request: Request) -> None:
@@ -348,7 +357,7 @@ class Placer:
         entry = self.router.most_parkable()
         if (
             entry is None
-            or self._needs.most_output_tokens(request) == 1
+            or self._needs.most_output_tokens(request.submission) == 1
             or not self._rule.takes_prompt(request)
         ):
             return None

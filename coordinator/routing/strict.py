@@ -59,10 +59,10 @@ class StrictRule:
             match,
             request.num_prefill_tokens,
             request.submission.session,
-            QUEUE_LIMITS[self._needs.prompt_lane(request)],
+            QUEUE_LIMITS[self._needs.prompt_lane(request.submission)],
             may_fetch=self._needs.may_fetch(request),
         )
-        if prefill is not None and self._needs.most_output_tokens(request) == 1:
+        if prefill is not None and self._needs.most_output_tokens(request.submission) == 1:
             return Placement(prefill, None)
         local = self._choose_local(request, match, prefill)
         if local is not None:
@@ -91,14 +91,16 @@ class StrictRule:
         idlest = self._router.idlest_prefill()
         if idlest is None:
             return math.inf
-        return idlest.room_at(QUEUE_LIMITS[self._needs.prompt_lane(request)], self._router.now)
+        return idlest.room_at(
+            QUEUE_LIMITS[self._needs.prompt_lane(request.submission)], self._router.now
+        )
 
     def takes_prompt(self, request: Request) -> bool:
         """Whether a prefill worker has room for the prompt, or a decode worker computes it."""
         if len(request.token_ids) and not self._router.num_prefill_workers:
             return True
         match = self._prompts.usable(request)
-        limit = QUEUE_LIMITS[self._needs.prompt_lane(request)]
+        limit = QUEUE_LIMITS[self._needs.prompt_lane(request.submission)]
         return self._choices.takes_prompt(match, request.submission.session, limit)
 
     def is_crowded(self, entry: WorkerLoad) -> bool:
@@ -150,5 +152,7 @@ class StrictRule:
             soonest = self.soonest(match, request.num_prefill_tokens, request.submission.session)
             there_s = soonest.predicted_s if soonest is not None else math.inf
         local = self._local_prompts.placed(decode)
-        pays = self._local_prompts.pays(local.prefill, there_s, self._needs.prompt_lane(request))
+        pays = self._local_prompts.pays(
+            local.prefill, there_s, self._needs.prompt_lane(request.submission)
+        )
         return local if pays else None
