@@ -117,7 +117,7 @@ class Fetches:
 
     def _saved_s(self, fetch: _Fetch, hashes: Sequence[int]) -> float:
         """Returns how long the worker would compute those fetched blocks that a prompt has too."""
-        load = self._router(fetch.route).load(fetch.route.prefill)
+        load = self._router(fetch.route).loads.get(fetch.route.prefill)
         if load is None:
             return 0.0
         num_tokens = fetch.num_shared(hashes) * load.traits.block_size_tokens
@@ -131,7 +131,7 @@ class Fetches:
         hashes: Sequence[int],
         now: float,
     ) -> None:
-        load = self._placers.of(request.fleet).router.load(prefill)
+        load = self._placers.of(request.fleet).router.loads.get(prefill)
         assert load is not None, "the prefill worker was just chosen"
         size = load.traits.block_size_tokens
         handoff_id = self._random_bytes(16)

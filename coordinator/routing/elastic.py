@@ -96,7 +96,7 @@ class ElasticRule:
 
     def room_at(self, request: Request) -> float:
         """Predicts when a worker's prompts are nearly computed; see PlacementRule."""
-        if self._router.idlest_prefill() is None:
+        if self._router.loads.idlest_prefill() is None:
             return math.inf
         found = self._candidates.compared(self._prompts.usable(request), None)
         times = [entry.free_at - AHEAD_S for entry, _ in found]
@@ -131,7 +131,7 @@ class ElasticRule:
     @property
     def _itl_target_s(self) -> float:
         """ITL target of interactive requests in seconds; infinite: there is none."""
-        targets = self._router.step_targets
+        targets = self._router.loads.step_targets
         return math.inf if targets is None or targets.itl_s is None else targets.itl_s
 
     def _demand(self, request: Request) -> Demand:

@@ -187,8 +187,8 @@ def ahead_s(router: Router, load: WorkerLoad, num_tokens: int, demand: Demand) -
 
 def step_targets(router: Router) -> StepTargets:
     """Targets of the workers' steps; the router of an elastic cell has some."""
-    assert router.step_targets is not None
-    return router.step_targets
+    assert router.loads.step_targets is not None
+    return router.loads.step_targets
 
 
 def fastest_step_s(candidates: list[Candidate]) -> float:

@@ -111,6 +111,7 @@ class LoadIndex:
         self._groups = [entries[index::number] for index in range(number)]
 
     def get(self, worker: WorkerKey | None) -> WorkerLoad | None:
+        """Load of a worker, read-only for placement rules; None: no worker, or an unknown one."""
         return self.entries.get(worker) if worker is not None else None
 
     def add(self, entry: WorkerLoad) -> None:
@@ -121,7 +122,10 @@ class LoadIndex:
         self._regroup()
 
     def set_pool(self, worker: WorkerKey, pool: Pool | None) -> None:
-        """Moves a worker to the pool that it gets work from; None: the worker gets no work."""
+        """Moves a worker to the pool that it gets work from; None: the worker gets no new work.
+
+        The worker keeps the requests it has.
+        """
         self.num_prefill_workers -= self.computes_prompts(self._pools.pop(worker, None))
         if pool is not None:
             self._pools[worker] = pool
@@ -147,6 +151,17 @@ class LoadIndex:
         if not self.kinds[kind]:
             del self.kinds[kind]
         self._regroup()
+
+    def idlest_prefill(self) -> WorkerLoad | None:
+        """The prefill worker with the shortest queue; None if all are full."""
+        return self.get(self.by_queue.least())
+
+    def most_parkable(self) -> WorkerLoad | None:
+        """The decode worker that would have most KV room after parking its batch decodes.
+
+        None if no worker has a decode that may be parked.
+        """
+        return self.get(self.by_parkable.least())
 
     def fastest_on(self, host_id: str) -> WorkerKey | None:
         """The decode worker with the shortest step time on a host; None if the host has none."""

@@ -93,9 +93,9 @@ class Placers:
         assert self._placers.keys() <= set(self._workers.fleets)
         for fleet, placer in self._placers.items():
             placer.check_integrity()
-            assert placer.router.step_targets in (None, self.step_targets)
+            assert placer.router.loads.step_targets in (None, self.step_targets)
             for worker in self._workers:
-                assert worker.fleet is fleet or placer.router.load(worker.key) is None
+                assert worker.fleet is fleet or placer.router.loads.get(worker.key) is None
 
     # ---- Members.
 
@@ -111,7 +111,7 @@ class Placers:
         self.of(worker.fleet).detach(worker)
 
     def load(self, worker: Worker) -> WorkerLoad | None:
-        return self._router(worker).load(worker.key)
+        return self._router(worker).loads.get(worker.key)
 
     def report_kv(self, worker: Worker, kv_tokens_used: int) -> None:
         self._router(worker).report_kv(worker.key, kv_tokens_used)

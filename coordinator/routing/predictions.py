@@ -51,7 +51,7 @@ class Predictions:
 
     def prefill_s(self, request: Request) -> float:
         """Predicted seconds to load and compute the prompt of a waiting request."""
-        entry, num_tokens = self._router.idlest_prefill(), request.num_prefill_tokens
+        entry, num_tokens = self._router.loads.idlest_prefill(), request.num_prefill_tokens
         if entry is None:
             # Requests count as work even before the first worker has attached.
             return self._unmeasured_prefill_s(num_tokens)
@@ -69,7 +69,7 @@ class Predictions:
             Seconds of prefill work, number of prompt tokens, expected number of output tokens.
         """
         num_tokens = len(submission.prompt_token_ids)
-        entry = self._router.idlest_prefill()
+        entry = self._router.loads.idlest_prefill()
         if entry is None:
             prefill_s = self._unmeasured_prefill_s(num_tokens)
         else:
@@ -98,9 +98,9 @@ class Predictions:
         choice = self._rule.soonest(match, num_tokens, session)
         if choice is None:
             return None
-        num_workers = self._router.prompt_speed
+        num_workers = self._router.loads.prompt_speed
         wait_s = choice.predicted_s - choice.work_s
-        entry, worker = self._router.load(choice.worker), self._workers.get(choice.worker)
+        entry, worker = self._router.loads.get(choice.worker), self._workers.get(choice.worker)
         if (
             self._needs.prompt_lane(submission) != common_pb2.LANE_BATCH
             and entry is not None
@@ -135,7 +135,7 @@ class Predictions:
         Returns:
             Seconds; 0 if the worker is gone.
         """
-        entry = self._router.load(request.decode) if request.decode is not None else None
+        entry = self._router.loads.get(request.decode) if request.decode is not None else None
         if entry is None:
             return 0.0
         return self._needs.more_output_tokens(request) * entry.itl_with_s(0, 0)
@@ -156,7 +156,7 @@ class Predictions:
         choice = self._rule.soonest(match, request.num_prefill_tokens, session)
         if choice is None:
             return math.inf
-        speed = self._router.prompt_speed
+        speed = self._router.loads.prompt_speed
         return choice.predicted_s + (waiting_s / speed if speed else 0.0)
 
     def _unmeasured_prefill_s(self, num_tokens: int) -> float:

@@ -54,7 +54,7 @@ class Router:
         step_targets: Targets of the workers' steps in an elastic cell; None elsewhere.
 
     Attributes:
-        loads: load of each worker; read-only for the placement rules.
+        loads: load of each worker, and the least loaded ones; read-only for the placement rules.
         index: prefix index; `apply_cache` updates it.
         transfers: measured speeds between workers.
     """
@@ -83,19 +83,10 @@ class Router:
     def now(self, now: float) -> None:
         self.loads.now = self.transfers.now = now
 
-    @property
-    def step_targets(self) -> StepTargets | None:
-        """Targets of the workers' steps in an elastic cell; None elsewhere."""
-        return self.loads.step_targets
-
-    def set_step_targets(self, targets: StepTargets) -> None:
-        """Changes the targets of the workers' steps; only in an elastic cell."""
-        self.loads.set_step_targets(targets)
-
     # ---- Workers
 
     def add_worker(self, worker: WorkerKey, traits: WorkerTraits, pool: Pool | None) -> None:
-        """Adds a worker whose cache is empty or not known yet; `pool` as in `set_pool`."""
+        """Adds a worker with an empty or unknown cache; `pool` as in `LoadIndex.set_pool`."""
         size = traits.block_size_tokens
         self.index.add(
             worker,
@@ -104,18 +95,7 @@ class Router:
             traits.disk_kv_tokens // size,
         )
         self.loads.add(WorkerLoad(worker, traits, self.index.bit(worker)))
-        self.set_pool(worker, pool)
-
-    def set_pool(self, worker: WorkerKey, pool: Pool | None) -> None:
-        """Sets the pool that a worker gets work from; None: the worker gets no new work.
-
-        The worker keeps the requests it has.
-        """
         self.loads.set_pool(worker, pool)
-
-    def pool(self, worker: WorkerKey) -> Pool | None:
-        """The pool that a worker gets work from; None: the worker gets no work."""
-        return self.loads.pool(worker)
 
     def remove_worker(self, worker: WorkerKey) -> None:
         """Removes a worker; its requests must still be released. Idempotent."""
@@ -124,35 +104,6 @@ class Router:
             self.loads.remove(worker)
             self.index.forget(worker)
             self.transfers.forget(worker)
-
-    def load(self, worker: WorkerKey) -> WorkerLoad | None:
-        """Load of a worker, read-only for the caller; None: the worker is unknown."""
-        return self.loads.get(worker)
-
-    @property
-    def num_prefill_workers(self) -> int:
-        """Number of workers in the prefill pool, including full workers."""
-        return self.loads.num_prefill_workers
-
-    @property
-    def prompt_speed(self) -> float:
-        """Speed of all workers that compute prompts together; an idle worker counts 1."""
-        return self.loads.prompt_speed
-
-    def idlest_prefill(self) -> WorkerLoad | None:
-        """The prefill worker with the shortest queue; None if all are full."""
-        return self.loads.get(self.loads.by_queue.least())
-
-    def most_parkable(self) -> WorkerLoad | None:
-        """The decode worker that would have most KV room after parking its batch decodes.
-
-        None if no worker has a decode that may be parked.
-        """
-        return self.loads.get(self.loads.by_parkable.least())
-
-    def most_decodes(self, entry: WorkerLoad) -> int:
-        """Maximum number of requests on a decode worker, regardless of its KV room."""
-        return self.loads.most_decodes(entry)
 
     def longest_prefill(self, match: PrefixMatch) -> HeldPrefix:
         """Longest prefix of a prompt on any prefill worker with room."""

@@ -88,7 +88,7 @@ class StrictRule:
 
     def room_at(self, request: Request) -> float:
         """Predicts when the idlest prefill worker has room for a prompt; see PlacementRule."""
-        idlest = self._router.idlest_prefill()
+        idlest = self._router.loads.idlest_prefill()
         if idlest is None:
             return math.inf
         return idlest.room_at(
@@ -97,7 +97,7 @@ class StrictRule:
 
     def takes_prompt(self, request: Request) -> bool:
         """Whether a prefill worker has room for the prompt, or a decode worker computes it."""
-        if len(request.token_ids) and not self._router.num_prefill_workers:
+        if len(request.token_ids) and not self._router.loads.num_prefill_workers:
             return True
         match = self._prompts.usable(request)
         limit = QUEUE_LIMITS[self._needs.prompt_lane(request.submission)]
@@ -132,7 +132,7 @@ class StrictRule:
             match: prefix match of the request's prompt.
             prefill: the prefill worker for the prompt; None: all are full.
         """
-        if not self._router.num_prefill_workers:
+        if not self._router.loads.num_prefill_workers:
             # A client waits for the rest of an output, so a decode worker recomputes the prompt.
             if not len(request.token_ids):
                 return None

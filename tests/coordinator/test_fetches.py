@@ -194,7 +194,7 @@ def test_a_prefix_that_a_worker_only_expects_is_not_fetched_from_it():
 def test_a_holder_that_gets_no_work_sends_nothing():
     found = router("a", "b")
     holds(found, "b", 150)
-    found.set_pool(B, None)
+    found.loads.set_pool(B, None)
     for choice in both(found):
         assert (choice.worker, choice.fetch) == (A, None)
 

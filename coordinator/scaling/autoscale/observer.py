@@ -208,7 +208,7 @@ class Observer:
             num_in_prefill=num_decodes - sum(entry.num_arrived for entry in loads),
             reserved_tokens=sum(entry.reserved_tokens for entry in loads),
             kv_tokens=min((entry.traits.kv_tokens for entry in loads), default=0),
-            most_requests=min(map(router.most_decodes, loads), default=0),
+            most_requests=min(map(router.loads.most_decodes, loads), default=0),
             itl_s=_percentile(gaps, percentile) if gaps else None,
             itl_predicted_s=_percentile(predicted, percentile) if predicted else None,
         )
