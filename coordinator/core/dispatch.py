@@ -154,7 +154,7 @@ class Dispatcher:
         for batch in sorted(self._parkable(worker), key=partial(_parking_cost, worker)):
             if num_tokens >= wanted.num_tokens and len(parked) >= wanted.num_requests:
                 break
-            num_yielded = entry.parkable_tokens_of(batch.key)
+            num_yielded = entry.decodes.parkable_tokens_of(batch.key)
             if num_yielded:
                 parked.append(batch)
                 num_tokens += num_yielded

@@ -189,15 +189,15 @@ class LoadIndex:
         if self.step_targets is not None:
             entry.predict_prompt_speed(self.step_targets, self.now)
         self.update_prompts(entry)
-        if self.decodes(pool) and entry.parkable_tokens:
-            self.by_parkable.set(worker, -entry.free_tokens - entry.parkable_tokens)
+        if self.decodes(pool) and entry.decodes.parkable_tokens:
+            self.by_parkable.set(worker, -entry.free_tokens - entry.decodes.parkable_tokens)
         else:
             self.by_parkable.remove(worker)
         if self.decodes(pool) and entry.num_decodes < self.most_decodes(entry):
             self.open_decode |= entry.bit
             itl_s = entry.itl_with_s(0, 0)
             self.by_itl.set(worker, itl_s)
-            if entry.num_interactive:
+            if entry.decodes.num_interactive:
                 self.by_itl_apart.remove(worker)
             else:
                 self.by_itl_apart.set(worker, itl_s)
@@ -226,13 +226,13 @@ class LoadIndex:
                 prefills |= entry.bit
                 assert self.by_queue.load(worker) == entry.free_at
             assert (worker in self.by_parkable) == (
-                self.decodes(pool) and entry.parkable_tokens > 0
+                self.decodes(pool) and entry.decodes.parkable_tokens > 0
             )
             if self.decodes(pool) and entry.num_decodes < self.most_decodes(entry):
                 decodes |= entry.bit
                 assert worker in self.by_itl
                 assert self.by_room.load(worker) == -entry.free_tokens
-                assert (worker in self.by_itl_apart) == (entry.num_interactive == 0)
+                assert (worker in self.by_itl_apart) == (entry.decodes.num_interactive == 0)
                 assert worker in self._by_host[entry.traits.host_id]
         assert self.kinds == Counter(map(_kind_of, self.entries.values()))
         assert (self.open_prefill, self.open_decode) == (prefills, decodes)

@@ -95,7 +95,7 @@ class LocalPrompts:
 
     def _exceeds_target(self, entry: WorkerLoad, step_s: float) -> bool:
         """Whether a step of this length exceeds the ITL target of an interactive request there."""
-        return entry.num_interactive > 0 and step_s > self._itl_target_s
+        return entry.decodes.num_interactive > 0 and step_s > self._itl_target_s
 
 
 def _outputs_step_s(entry: WorkerLoad) -> float:

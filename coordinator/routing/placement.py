@@ -304,7 +304,7 @@ class Placer:
         entry = self.router.loads.get(worker)
         return (
             entry is not None
-            and 0 < entry.num_interactive < entry.num_decodes
+            and 0 < entry.decodes.num_interactive < entry.num_decodes
             and self._rule.is_crowded(entry)
         )
 
@@ -368,4 +368,4 @@ class Placer:
             max(0, entry.num_decodes + 1 - self.router.loads.most_decodes(entry)),
         )
         is_there = not (wanted.num_tokens or wanted.num_requests)
-        return None if is_there or wanted.num_tokens > entry.parkable_tokens else wanted
+        return None if is_there or wanted.num_tokens > entry.decodes.parkable_tokens else wanted

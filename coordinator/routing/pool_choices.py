@@ -181,7 +181,7 @@ class PoolChoices:
             if found is None:
                 continue
             is_slow = found.itl_s > max_itl_s and entry.num_decodes > 0
-            if is_batch and is_slow and not entry.batch_may_join:
+            if is_batch and is_slow and not entry.decodes.batch_may_join:
                 continue
             cost = found.itl_s * num_output_tokens + self._begin_s(source, found, num_tokens)
             if (is_slow and not is_batch, cost) < least:
@@ -253,9 +253,9 @@ class PoolChoices:
         makes the handoff cross hosts.
         """
         entry, other = latest.entry, best.entry
-        if entry.num_decodes == entry.num_interactive or latest.itl_s > max_itl_s:
+        if entry.num_decodes == entry.decodes.num_interactive or latest.itl_s > max_itl_s:
             return False
-        if entry.num_interactive and latest.itl_s > _JOIN_ITL * best.itl_s:
+        if entry.decodes.num_interactive and latest.itl_s > _JOIN_ITL * best.itl_s:
             return False
         is_near = source is not None and source.traits.is_near(other.traits)
         return latest.hits.num_device >= best.hits.num_device and (

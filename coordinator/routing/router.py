@@ -100,7 +100,7 @@ class Router:
     def remove_worker(self, worker: WorkerKey) -> None:
         """Removes a worker; its requests must still be released. Idempotent."""
         if (entry := self.loads.get(worker)) is not None:
-            self._num_interactive -= entry.num_interactive
+            self._num_interactive -= entry.decodes.num_interactive
             self.loads.remove(worker)
             self.index.forget(worker)
             self.transfers.forget(worker)
@@ -235,7 +235,7 @@ class Router:
                 many as are reserved.
         """
         entry = self.loads.entries[choice.worker]
-        entry.assign_decode(
+        entry.decodes.add(
             request_id,
             choice.num_kv_tokens,
             is_interactive=is_interactive,
@@ -259,8 +259,8 @@ class Router:
             num_tokens: KV tokens of the request so far.
         """
         entry = self.loads.entries[worker]
-        entry.assign_decode(request_id, num_tokens)
-        entry.arrive(request_id)
+        entry.decodes.add(request_id, num_tokens)
+        entry.decodes.arrive(request_id)
         self.loads.update(entry)
 
     def first_token(
@@ -280,17 +280,17 @@ class Router:
             entry.prompt_computed(request_id, self.now)
             self.loads.update_prompts(entry)
         if (entry := self.loads.get(decode)) is not None:
-            entry.arrive(request_id)
+            entry.decodes.arrive(request_id)
 
     def outgrows(self, request_id: str, decode: WorkerKey | None, num_tokens: int) -> bool:
         """Whether a request needs more KV tokens than are reserved on its worker."""
         entry = self.loads.get(decode)
-        return entry is not None and entry.outgrows(request_id, num_tokens)
+        return entry is not None and entry.decodes.outgrows(request_id, num_tokens)
 
     def grow(self, request_id: str, decode: WorkerKey | None, num_tokens: int) -> None:
         """Reserves KV room for at least this many tokens of a request, in whole blocks."""
         if (entry := self.loads.get(decode)) is not None:
-            entry.grow(request_id, entry.in_blocks(num_tokens))
+            entry.decodes.grow(request_id, entry.in_blocks(num_tokens))
             self.loads.update(entry)
 
     def release(self, request_id: str, prefill: WorkerKey | None, decode: WorkerKey | None) -> None:
@@ -303,7 +303,7 @@ class Router:
             entry.drop_prompt(request_id, self.now)
             self.loads.update_prompts(entry)
         if (entry := self.loads.get(decode)) is not None:
-            self._num_interactive -= entry.end_decode(request_id)
+            self._num_interactive -= entry.decodes.end(request_id)
             self.loads.update(entry)
 
     def _prompt_worker(
@@ -351,7 +351,7 @@ class Router:
     def check_integrity(self) -> None:
         """Raises AssertionError if sums or masks differ from the entries they summarize."""
         assert self._num_interactive == sum(
-            one.num_interactive for one in self.loads.entries.values()
+            one.decodes.num_interactive for one in self.loads.entries.values()
         )
         self.index.check_integrity()
         self.loads.check_integrity()

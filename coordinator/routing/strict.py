@@ -106,7 +106,7 @@ class StrictRule:
     def is_crowded(self, entry: WorkerLoad) -> bool:
         """Whether steps exceed the ITL target of a worker with several batch outputs."""
         return (
-            entry.num_interactive < entry.num_decodes - 1
+            entry.decodes.num_interactive < entry.num_decodes - 1
             and entry.itl_with_s(0, 0) > self._itl_target_s
         )
 

@@ -173,7 +173,9 @@ class Observer:
         num_decodes, num_without_targets = sum(entry.num_decodes for entry in loads), 0
         batch = dict(config.targets).get(lane_name(common_pb2.LANE_BATCH))
         if batch is None or (batch.ttft_s is None and batch.itl_s is None):
-            num_without_targets = num_decodes - sum(entry.num_interactive for entry in loads)
+            num_without_targets = num_decodes - sum(
+                entry.decodes.num_interactive for entry in loads
+            )
         router = self._placers.of(self._workers.fleets.stable).router
         steps = [
             (model, step)
@@ -205,8 +207,8 @@ class Observer:
         return DecodeLoad(
             num_decodes=num_decodes,
             num_without_targets=num_without_targets,
-            num_in_prefill=num_decodes - sum(entry.num_arrived for entry in loads),
-            reserved_tokens=sum(entry.reserved_tokens for entry in loads),
+            num_in_prefill=num_decodes - sum(entry.decodes.num_arrived for entry in loads),
+            reserved_tokens=sum(entry.decodes.reserved_tokens for entry in loads),
             kv_tokens=min((entry.traits.kv_tokens for entry in loads), default=0),
             most_requests=min(map(router.loads.most_decodes, loads), default=0),
             itl_s=_percentile(gaps, percentile) if gaps else None,
