@@ -181,7 +181,7 @@ class SimulatedCell(VirtualTime):
     def _heartbeat(self, engine: Engine) -> None:
         if engine.stopped:
             return
-        self._post(ev.WorkerLoad(engine.key, engine.report()))
+        self._post(ev.LoadReported(engine.key, engine.report()))
         # Jitter keeps the workers' heartbeats apart.
         self.at(
             self.now + self._heartbeat_s * self._random.uniform(0.95, 1.05), self._heartbeat, engine

@@ -180,7 +180,7 @@ class Membership:
         """Handles a heartbeat."""
         self.hear(event.worker, now)
 
-    def load(self, event: ev.WorkerLoad, now: float) -> None:
+    def load_reported(self, event: ev.LoadReported, now: float) -> None:
         """Handles a load report: updates the latency model and detects a stuck engine."""
         worker = self.hear(event.worker, now)
         if worker is None:

@@ -148,7 +148,7 @@ def full_caches() -> LiveCell:
 def full_staging() -> LiveCell:
     cell = healthy()
     load = cluster_pb2.LoadReport(staging_bytes_used=95, staging_bytes_total=100)
-    cell.post(ev.WorkerLoad(("d0", 1), load))
+    cell.post(ev.LoadReported(("d0", 1), load))
     return cell
 
 

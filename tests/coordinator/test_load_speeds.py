@@ -47,7 +47,7 @@ def test_a_load_report_measures_its_worker_alone(two_pairs):
         host_loads=cluster_pb2.TierLoads(num_bytes=8 * MB, duration_us=2 * 10**6),
         disk_loads=cluster_pb2.TierLoads(num_bytes=2 * MB, duration_us=10**6),
     )
-    world.handle(ev.WorkerLoad(first.key, load))
+    world.handle(ev.LoadReported(first.key, load))
     measured, other = (world.core.placers.load(one).load_speeds for one in (first, second))
     assert measured.seconds(Tier.HOST, MB, world.now) == pytest.approx(0.25)
     assert measured.seconds(Tier.DISK, MB, world.now) == pytest.approx(0.5)
