@@ -149,7 +149,7 @@ class ElasticCandidates:
         hits = load.traits.hits(held, (demand.num_tokens - 1) // size * size)
         num_new = demand.num_tokens - hits.num_tokens
         work_s = load.prompt_work_s(num_new, self._router.now)
-        load_s = load.load_s(hits, self._router.now)
+        load_s = load.tier_load_s(hits, self._router.now)
         wait_s = ahead_s(self._router, load, num_new, demand) + load_s
         return PrefillChoice(load.key, wait_s + work_s, work_s, num_new, hits)
 

@@ -116,8 +116,8 @@ class Placers:
     def report_kv(self, worker: Worker, kv_tokens_used: int) -> None:
         self._router(worker).report_kv(worker.key, kv_tokens_used)
 
-    def report_loads(self, worker: Worker, load: cluster_pb2.LoadReport) -> None:
-        self._router(worker).report_loads(worker.key, load.host_loads, load.disk_loads)
+    def report_tier_loads(self, worker: Worker, load: cluster_pb2.LoadReport) -> None:
+        self._router(worker).report_tier_loads(worker.key, load.host_loads, load.disk_loads)
 
     def kv_speeds(self) -> list[KvSpeed]:
         """Returns the measured speeds at which the workers of all fleets get KV blocks."""

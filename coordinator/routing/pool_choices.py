@@ -100,7 +100,7 @@ class PoolChoices:
             hits = traits.hits(held, traits.reusable_tokens(num_tokens))
             work_s = traits.latency.prefill_s(num_tokens - hits.num_tokens)
             queued_s = entry.queued_s(self._router.now)
-            wait_s = queued_s + entry.load_s(hits, self._router.now)
+            wait_s = queued_s + entry.tier_load_s(hits, self._router.now)
             cost = wait_s + work_s * factor
             own = PrefillChoice(worker, wait_s + work_s, work_s, num_tokens - hits.num_tokens, hits)
             if cost < least:

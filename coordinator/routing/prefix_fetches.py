@@ -76,11 +76,11 @@ class PrefixFetches:
                 num_bytes = (end - skip) * per_token
                 sending_s = transfers.seconds((key, entry.key), num_bytes, near=near)
                 wait_s = max(transfers.wait_s(key), holder.one_step_s(now))
-                load_s = holder.load_s(traits.hits(held, end), now)
+                load_s = holder.tier_load_s(traits.hits(held, end), now)
                 fetch_s = _FETCH_BASE_S + wait_s + load_s + sending_s
                 if num_own:
                     # The worker loads its own blocks meanwhile, in a step of its own.
-                    own_s = entry.load_s(PromptHits(0, num_own), now) + entry.one_step_s(now)
+                    own_s = entry.tier_load_s(PromptHits(0, num_own), now) + entry.one_step_s(now)
                     fetch_s = max(fetch_s, own_s)
                 total_s = fetch_s + traits.latency.prefill_s(num_tokens - end)
                 if total_s < least:

@@ -129,7 +129,7 @@ class Router:
             entry.report(kv_tokens_used)
             self.loads.update(entry)
 
-    def report_loads(
+    def report_tier_loads(
         self, worker: WorkerKey, host: cluster_pb2.TierLoads, disk: cluster_pb2.TierLoads
     ) -> None:
         """Updates the measured speeds of a worker's loads since its last report."""
@@ -137,14 +137,14 @@ class Router:
             return
         for tier, loads in ((Tier.HOST, host), (Tier.DISK, disk)):
             seconds = loads.duration_us / 1e6
-            entry.load_speeds.observe(tier, loads.num_bytes, seconds, self.now)
+            entry.tier_speeds.observe(tier, loads.num_bytes, seconds, self.now)
 
     def predicted_speeds(self, placement: Placement) -> PredictedSpeeds:
         """The speeds by which the loads and the fetch of a placement were predicted."""
         choice, fetch = placement.prefill, placement.prefill.fetch
         entry = self.loads.entries[choice.worker]
         host, disk = (
-            entry.load_speeds.bytes_per_s(tier, self.now) if num_tokens else 0.0
+            entry.tier_speeds.bytes_per_s(tier, self.now) if num_tokens else 0.0
             for tier, num_tokens in (
                 (Tier.HOST, choice.hits.num_host),
                 (Tier.DISK, choice.hits.num_disk),

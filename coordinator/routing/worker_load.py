@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from baton.coordinator.routing.decode_set import DecodeSet
-from baton.coordinator.routing.load_speeds import LoadSpeeds
 from baton.coordinator.routing.prefix_index import Tier
 from baton.coordinator.routing.prompt_queue import PromptQueue, QueuedPrompt
+from baton.coordinator.routing.tier_speeds import TierSpeeds
 from baton.coordinator.routing.worker_traits import WorkerTraits
 from baton.coordinator.state.requests import PromptHits, WorkerKey
 from baton.runtime.step_budget import StepTargets, Streams, prompt_share_alone, prompt_speed
@@ -44,7 +44,7 @@ class WorkerLoad:
         decodes: the assigned decodes; `LoadIndex.update` must follow a change.
         next_long_gap_at: earliest time at which the worker may compute another prompt that makes
             the gaps of its decodes too long; until then their share of long gaps is used up.
-        load_speeds: measured speeds of its loads from host memory and from disk.
+        tier_speeds: measured speeds of its loads from host memory and from disk.
         prompt_speed: speed of prompts beside the assigned decodes, as a share of the speed of an
             idle worker, (0, 1]. Only kept in elastic cells; elsewhere 1.
         prompt_share: share of a step that goes to prompt tokens while nothing decodes; the rest is
@@ -57,7 +57,7 @@ class WorkerLoad:
     free_at: float = -math.inf
     decodes: DecodeSet = field(default_factory=DecodeSet)
     next_long_gap_at: float = -math.inf
-    load_speeds: LoadSpeeds = field(init=False)
+    tier_speeds: TierSpeeds = field(init=False)
     prompt_speed: float = 1.0
     prompt_share: float = 1.0
     _prompts: PromptQueue = field(default_factory=PromptQueue)
@@ -69,7 +69,7 @@ class WorkerLoad:
 
     def __post_init__(self) -> None:
         traits = self.traits
-        self.load_speeds = LoadSpeeds(traits.host_bytes_per_s, traits.disk_bytes_per_s)
+        self.tier_speeds = TierSpeeds(traits.host_bytes_per_s, traits.disk_bytes_per_s)
 
     @property
     def num_prefills(self) -> int:
@@ -127,12 +127,12 @@ class WorkerLoad:
             return 1.5 * min(self.queued_s(now), 2 * self._rest_of_step_s or self.step_s)
         return self.traits.latency.prefill_s(1)
 
-    def load_s(self, hits: PromptHits, now: float) -> float:
+    def tier_load_s(self, hits: PromptHits, now: float) -> float:
         """Predicted seconds to load the KV cache of tokens from host memory and from disk."""
         num_host, num_disk = hits.num_host, hits.num_disk
         if not num_host + num_disk:
             return 0.0
-        per_token, speeds = self.traits.kv_bytes_per_token, self.load_speeds
+        per_token, speeds = self.traits.kv_bytes_per_token, self.tier_speeds
         from_host_s = speeds.seconds(Tier.HOST, per_token * (num_host + num_disk), now)
         from_disk_s = speeds.seconds(Tier.DISK, per_token * num_disk, now)
         return _LOAD_BASE_S + from_disk_s + from_host_s
@@ -140,7 +140,7 @@ class WorkerLoad:
     def prompt_s(self, num_tokens: int, hits: PromptHits, now: float) -> float:
         """Predicted seconds to load and compute a prompt of `num_tokens` tokens without a queue."""
         num_new = max(1, num_tokens - hits.num_tokens)
-        load_s = self.load_s(hits, now)
+        load_s = self.tier_load_s(hits, now)
         return self.traits.latency.prefill_s(num_new) + load_s
 
     def queued_s(self, now: float) -> float:

@@ -43,7 +43,7 @@ class WorkerTraits:
         host_id: workers with equal host IDs share memory.
         kv_tokens: size of the KV cache in tokens.
         host_kv_tokens: size of the KV store in host memory in tokens; 0: none.
-        host_bytes_per_s, disk_bytes_per_s: assumed speeds of loads; see LoadSpeeds.
+        host_bytes_per_s, disk_bytes_per_s: assumed speeds of loads; see TierSpeeds.
         disk_kv_tokens: size of the KV store on disk in tokens; 0: none.
         block_size_tokens: tokens per KV block.
         kv_bytes_per_token: bytes of KV cache per token, over all layers and ranks; 0: not known.
