@@ -88,8 +88,8 @@ class ElasticRule:
         """Measures the prompt of an interactive request."""
         if request.submission.lane == _BATCH:
             return
-        load = self._router.loads.entries[placement.prefill.worker]
-        prompt_s = load.traits.latency.model.chunk_s(0, placement.prefill.num_work_tokens)
+        entry = self._router.loads.entries[placement.prefill.worker]
+        prompt_s = entry.traits.latency.model.chunk_s(0, placement.prefill.num_work_tokens)
         self._prompt_times.add(prompt_s)
         target_s = request.first_token_due_at - request.submitted_at
         self._prompt_demand.add(prompt_s, target_s, self._router.now)

@@ -65,7 +65,7 @@ class Placers:
 
     def single_step_s(self) -> float | None:
         """Time of the fastest worker's decode step with one stream; None without workers."""
-        loads = [load for worker in self._workers if (load := self.load(worker)) is not None]
+        loads = [entry for worker in self._workers if (entry := self.load(worker)) is not None]
         return min((one.traits.latency.decode_step_s(1, 0) for one in loads), default=None)
 
     def of(self, fleet: Fleet) -> Placer:

@@ -81,10 +81,10 @@ class Observer:
         full = _full(loads, decode)
         # In a strict cell, decode workers may compute prompts too.
         prompts = self._loads(workers)
-        interactive_s = sum(load.interactive_work_s(now) for load in prompts)
+        interactive_s = sum(entry.interactive_work_s(now) for entry in prompts)
         at_workers_s = {
             _INTERACTIVE: interactive_s,
-            common_pb2.LANE_BATCH: sum(load.work_s(now) for load in prompts) - interactive_s,
+            common_pb2.LANE_BATCH: sum(entry.work_s(now) for entry in prompts) - interactive_s,
         }
         return Observation(
             observed_at=max((one.heard_at for one in workers), default=now),
@@ -109,7 +109,7 @@ class Observer:
 
     def _loads(self, workers: Iterable[Worker]) -> list[WorkerLoad]:
         found = map(self._placers.load, workers)
-        return [load for load in found if load is not None]
+        return [entry for entry in found if entry is not None]
 
     def _decode_model(self, workers: Sequence[Worker]) -> LatencyModel:
         """The model of the most frequent kind of decode worker, or of the last such kind."""
