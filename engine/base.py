@@ -391,8 +391,8 @@ class Engine(Protocol):
         """Waits for the next step's outputs. Only one caller at a time. Raises EngineDead."""
         ...
 
-    def load(self) -> EngineLoad:
-        """Returns a snapshot of the engine's load."""
+    def take_load(self) -> EngineLoad:
+        """Returns the engine's load now, and what it measured since the last call."""
         ...
 
     def set_step_targets(self, targets: StepTargets) -> None:

@@ -249,7 +249,7 @@ class SimulatedEngine:
         self._has_room.set()
         return step
 
-    def load(self) -> EngineLoad:
+    def take_load(self) -> EngineLoad:
         samples, self._samples = tuple(self._samples), deque(maxlen=_MAX_SAMPLES)
         num_loaded, settings = self._scheduler.take_loaded(), self._settings
         block_bytes = settings.num_layers * settings.block_bytes

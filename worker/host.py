@@ -162,7 +162,7 @@ class WorkerHost:
         end itself, after it has failed all requests on the same stream.
         """
         self._runner.report_cache()
-        load = self._engine.load()
+        load = self._engine.take_load()
         # Steps take longer under the profiler, so the latency model must not learn from them.
         samples = load.samples if not self._profiles.recording else ()
         try:

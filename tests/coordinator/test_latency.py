@@ -240,7 +240,7 @@ async def test_the_simulated_engines_own_model_comes_back(world, monkeypatch, tm
                         duration_us=round(sample.duration_s * 1e6),
                         prefill_token_squares=sample.prefill_token_squares,
                     )
-                    for sample in engine.load().samples
+                    for sample in engine.take_load().samples
                 ],
             )
     await engine.stop()
