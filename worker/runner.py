@@ -94,7 +94,6 @@ class Runner:
     Attributes:
         idle: Event that is set while no request, cleanup or handoff is left.
         died: Resolves to the reason when the engine has failed.
-        use_handles: Whether outputs may use handles: only while their coordinator is attached.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class Runner:
         max_requests: int,
         open_timeout_s: float,
     ) -> None:
-        self._engine, self._outbox, self.max_requests = engine, outbox, max_requests
+        self._engine, self._outbox, self._max_requests = engine, outbox, max_requests
         self._transfer, self._handoffs = transfer, handoffs
         self._own_blocks = OwnBlocks(engine)
         self._cache = CacheReports(outbox)
@@ -137,7 +136,8 @@ class Runner:
         self._num_steps = 0
         # Finished outputs, each with the sequence number of the message that reports its end.
         self._ended: deque[tuple[int, cluster_pb2.RunningRequest]] = deque(maxlen=_MAX_ENDED)
-        self.use_handles = True
+        # Outputs use the handles of requests only while the coordinator that gave them is attached.
+        self._uses_handles = True
         # Counts since the start; see RunnerCounts.
         self._num_tokens = self._num_handoff_tokens = 0
         self._num_host_tokens = self._num_disk_tokens = 0
@@ -190,6 +190,18 @@ class Runner:
             group.create_task(self._pump_transfer())
 
     # ---- Commands.
+
+    def attached(self) -> None:
+        """Lets outputs use handles: the coordinator that gives them is attached."""
+        self._uses_handles = True
+
+    def detached(self) -> None:
+        """Sends outputs without handles: the next stream may be to another coordinator."""
+        self._uses_handles = False
+
+    def limit(self, max_requests: int) -> None:
+        """Sets the limit of requests held at once; requests over the limit are kept."""
+        self._max_requests = max_requests
 
     def start_prefill(self, command: cluster_pb2.PrefillCommand) -> None:
         role, plan = common_pb2.ROLE_PREFILL, _handoff(command)
@@ -284,9 +296,9 @@ class Runner:
             if older.attempt.spec.attempt >= attempt.spec.attempt:
                 return
             self._drop(older, "superseded")
-        if len(self._held) + len(self._cleanups) >= self.max_requests:
+        if len(self._held) + len(self._cleanups) >= self._max_requests:
             refusal = ResourceExhausted(
-                f"this worker is at its limit of {self.max_requests} requests",
+                f"this worker is at its limit of {self._max_requests} requests",
                 reason="WORKER_FULL",
                 retry_after_s=1.0,
             )
@@ -420,7 +432,7 @@ class Runner:
         if output.timings is not None:
             self._num_host_tokens += held.attempt.num_own_host_tokens
         self._num_disk_tokens += output.num_disk_tokens
-        if self.use_handles and held.attempt.report_token(output, step.tokens):
+        if self._uses_handles and held.attempt.report_token(output, step.tokens):
             held.policy.on_output(held.attempt, output)
             return
         message = held.attempt.report(output)

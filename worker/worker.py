@@ -36,6 +36,7 @@ from baton.worker.cache_drops import CacheDrops
 from baton.worker.errors import WorkerFailed
 from baton.worker.handoffs import HandoffLog
 from baton.worker.host import Identity, WorkerHost
+from baton.worker.load_reports import LoadReports
 from baton.worker.metrics import WorkerCollector
 from baton.worker.outbox import Outbox
 from baton.worker.profiles import Profiles
@@ -147,10 +148,18 @@ class Worker:
             runner=runner,
             outbox=outbox,
             collector=collector,
-            handoffs=handoffs,
             profiles=profiles,
-            cache_drops=cache_drops,
-            renders=renders,
+            load_reports=LoadReports(
+                engine, transfer, runner, handoffs, collector, lambda: profiles.recording
+            ),
+            handlers={
+                "prefill": runner.start_prefill,
+                "decode": runner.start_decode,
+                "cancel": runner.cancel,
+                "profile": profiles.on_command,
+                "drop_cache": cache_drops.on_command,
+                "render": renders.on_command,
+            },
             max_requests=self._max_requests,
         )
         attachment = Attachment(
