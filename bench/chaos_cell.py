@@ -27,6 +27,7 @@ from baton.bench.systems import free_port
 from baton.client import AdminClient, BatonClient
 from baton.client.errors import UnavailableError
 from baton.runtime.closing import AsyncClosing
+from baton.runtime.durations import to_seconds
 from baton.runtime.errors import RemoteError
 from baton.v1 import cluster_pb2
 
@@ -196,7 +197,7 @@ class Cell(AsyncClosing):
                 and not member.stopped
                 and not member.killed
                 and worker.state == cluster_pb2.WORKER_STATE_SERVING
-                and worker.silent_for.ToNanoseconds() < 1e9
+                and to_seconds(worker.silent_for) < 1
             ):
                 found[member.pool].append(member)
         return found

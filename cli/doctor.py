@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from baton.cli import options
+from baton.runtime.durations import to_seconds
 
 if TYPE_CHECKING:
     from baton.client import AdminClient
@@ -53,7 +54,7 @@ def doctor(
             {
                 "healthy": not findings,
                 "summary": text,
-                "window_s": status.window.ToNanoseconds() / 1e9,
+                "window_s": to_seconds(status.window),
                 "findings": [asdict(one) for one in findings],
             }
         )

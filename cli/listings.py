@@ -10,6 +10,7 @@ import typer
 from baton.cli import options
 from baton.cli.admin_calls import call_admin
 from baton.cli.watch import follow_changes
+from baton.runtime.durations import to_seconds
 
 if TYPE_CHECKING:
     from baton.v1.admin_pb2 import LatencyInfo, ListPoolsResponse, WorkerInfo
@@ -61,7 +62,7 @@ def _show_pools(answer: ListPoolsResponse) -> None:
                 str(lane.num_queued),
                 str(lane.num_running),
                 str(lane.max_queued),
-                _seconds(lane.oldest_wait.ToNanoseconds() / 1e9) if lane.num_queued else "-",
+                _seconds(to_seconds(lane.oldest_wait)) if lane.num_queued else "-",
             )
             for lane in answer.lanes
         ],
@@ -200,7 +201,7 @@ def requests(
                 lane_name(request.lane),
                 str(request.prompt_tokens),
                 str(request.completion_tokens),
-                _seconds(request.age.ToNanoseconds() / 1e9),
+                _seconds(to_seconds(request.age)),
                 request.prefill_worker_id or "-",
                 request.decode_worker_id or "-",
                 request.error,

@@ -13,6 +13,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from baton.cli import columns as columns_module
+from baton.runtime.durations import to_seconds
 from baton.runtime.enum_names import enum_name
 
 # Smallest width of the last column, which may wrap, and the gap between columns, in characters.
@@ -116,7 +117,7 @@ def _plain_field(message: Message, field: FieldDescriptor) -> tuple[str, Any]:
 
 def _plain_value(field: FieldDescriptor, value: Any) -> Any:
     if isinstance(value, duration_pb2.Duration):
-        return value.ToNanoseconds() / 1e9
+        return to_seconds(value)
     if isinstance(value, timestamp_pb2.Timestamp):
         return value.ToJsonString()
     if isinstance(value, Message):

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from baton.cli.columns import POOL_COLUMNS, fitting, pool_cells, share, state_name, ttft_target
 from baton.client.doctor.findings import needs_first_worker, pool_groups
+from baton.runtime.durations import to_seconds
 from baton.runtime.enum_names import lane_name, role_name
 from baton.v1 import admin_pb2
 
@@ -38,7 +39,7 @@ def lanes(status: admin_pb2.GetStatusResponse, width: int) -> RenderableType:
     if not status.lanes:
         return Text("no lanes", style=DIM)
     # A coordinator that is younger than the window has counted only since its start.
-    window_s = min(one.ToNanoseconds() / 1e9 for one in (status.window, status.uptime)) or 1.0
+    window_s = min(to_seconds(one) for one in (status.window, status.uptime)) or 1.0
     rows = list[Sequence[str | Text]]()
     for lane in status.lanes:
         counts = (

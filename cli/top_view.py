@@ -11,6 +11,7 @@ from rich.text import Text
 from baton.cli import top_tables
 from baton.cli.top_tables import BAD, DIM, GOOD, HEAD
 from baton.client.watcher import View
+from baton.runtime.durations import to_seconds
 from baton.runtime.enum_names import role_name
 from baton.v1 import admin_pb2
 
@@ -83,7 +84,7 @@ def _without_view(addresses: str, problem: str, width: int, height: int) -> Rend
 
 
 def _header(view: View, width: int) -> Text:
-    up_s = view.status.uptime.ToNanoseconds() / 1e9
+    up_s = to_seconds(view.status.uptime)
     model = view.status.model.name or "-"
     return _line(
         [
@@ -135,10 +136,10 @@ def _decisions(view: View, room: int, width: int) -> RenderableType:
         return Group(title, Text("these pools are not autoscaled", style=DIM))
     if not view.decisions:
         return Group(title, Text("none yet", style=DIM))
-    now_s = view.status.at.ToNanoseconds() / 1e9
+    now_s = to_seconds(view.status.at)
     lines = []
     for one in view.decisions[:room]:
-        ago = _span(max(0.0, now_s - one.at.ToNanoseconds() / 1e9))
+        ago = _span(max(0.0, now_s - to_seconds(one.at)))
         role = role_name(one.role)
         size = f"{role} {one.from_workers} → {one.to_workers}"
         lines.append(
@@ -159,7 +160,7 @@ def _rows(num: int, room: int) -> int:
 
 
 def _window(view: View) -> str:
-    return f"{view.status.window.ToNanoseconds() / 1e9:.0f}"
+    return f"{to_seconds(view.status.window):.0f}"
 
 
 def _span(seconds: float) -> str:

@@ -34,8 +34,8 @@ class Attempt:
         role: Role in which this worker runs the attempt.
         handoff: Plan of the handoff; None: none.
         fetch: Prefix of the prompt that another worker sends; None: none.
-        only_cached: Whether the attempt serves a fetch of another worker: it sends a cached prefix,
-            and its outputs are not reported.
+        serves_fetch: Whether the attempt serves a fetch of another worker. It sends a cached
+            prefix, and its outputs are not reported.
         token_ids: The whole output so far, including known tokens.
         num_text_chars: Characters of text that were sent with these tokens, by any worker.
         arrived_at: Arrival of the command, by time.monotonic.
@@ -52,7 +52,7 @@ class Attempt:
     role: common_pb2.Role.ValueType
     handoff: cluster_pb2.HandoffPlan | None
     fetch: cluster_pb2.FetchPlan | None = None
-    only_cached: bool = False
+    serves_fetch: bool = False
     token_ids: list[int] = field(init=False)
     num_text_chars: int = field(init=False)
     arrived_at: float = field(init=False, default_factory=monotonic)
@@ -105,7 +105,7 @@ class Attempt:
             receive=receive or self._fetched(),
             adapter=self.spec.adapter,
             cache_salt=self.spec.cache_salt,
-            only_cached=self.only_cached,
+            only_cached=self.serves_fetch,
             # The attempt may have waited for staging, or for a load of its own blocks.
             due_in_s=due_in_s(self.spec) - (monotonic() - self.arrived_at),
             itl_s=own_itl_s(self.spec),
@@ -185,8 +185,7 @@ class Attempt:
             or len(output.token_ids) != 1
             or output.logprobs
             or output.prompt_logprobs
-            or output.timings is not None
-            or output.finish is not None
+            or output.has_begun
         ):
             return False
         delta = common_pb2.TokenDelta(

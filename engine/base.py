@@ -182,6 +182,11 @@ class EngineOutput:
     num_held_tokens: int = 0
     error: str = ""
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether this is the first output, which has the timings, or the last one."""
+        return self.timings is not None or self.finish is not None
+
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
@@ -372,8 +377,8 @@ class Engine(Protocol):
         """Waits for the next step's outputs. Only one caller at a time. Raises EngineDead."""
         ...
 
-    def load(self) -> EngineLoad:
-        """Returns a snapshot of the engine's load."""
+    def take_load(self) -> EngineLoad:
+        """Returns the engine's load now, and what it measured since the last call."""
         ...
 
     def set_step_targets(self, targets: StepTargets) -> None:

@@ -251,7 +251,7 @@ class SimulatedEngine:
         self._has_room.set()
         return step
 
-    def load(self) -> EngineLoad:
+    def take_load(self) -> EngineLoad:
         samples, self._samples = tuple(self._samples), deque(maxlen=_MAX_SAMPLES)
         num_loaded = self._scheduler.take_loaded()
         return EngineLoad(

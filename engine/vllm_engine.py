@@ -428,7 +428,7 @@ class VllmEngine:
             )
         self._last_step_at = timestamp
 
-    def load(self) -> EngineLoad:
+    def take_load(self) -> EngineLoad:
         samples = list(self._samples)
         self._samples.clear()
         loads, self._tier_loads = self._tier_loads, dict.fromkeys(_TIERS, NO_LOADS)

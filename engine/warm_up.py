@@ -42,7 +42,7 @@ async def warm_up(engine: Engine, info: EngineInfo) -> list[EngineStep]:
         what = f"warm-up of {adapter}" if adapter else _NAME
         steps += await _run(engine, _request(info, adapter), what)
     # Drop the samples: warm-up steps would distort the latency model.
-    engine.load()
+    engine.take_load()
     return steps
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from baton.load.gap_histogram import GapHistogram
+from baton.load.duration_histogram import DurationHistogram
 from baton.load.generator import Outcome
 from baton.load.measured import Measured, Slo
 from baton.load.results import PERCENTS, limits, number, plain, targets
@@ -216,5 +216,5 @@ class Result:
         )
 
 
-def _ms(durations: GapHistogram) -> dict[int, float]:
+def _ms(durations: DurationHistogram) -> dict[int, float]:
     return {percent: durations.percentile(percent) * 1e3 for percent in PERCENTS}

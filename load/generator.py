@@ -10,6 +10,7 @@ from typing import Any
 
 from baton.client import BatonClient, Finished, Prompt, Tokens, errors
 from baton.client.request import LaneName
+from baton.client.stream import TokenStream
 from baton.load.measured import Measured, Sample, Slo
 from baton.load.plan import Planned
 from baton.load.prompts import Prompts
@@ -171,14 +172,7 @@ class Generator:
                 tenant=self._tenant,
                 timeout_s=self._timeout_s,
             ) as stream:
-                async for event in stream:
-                    if isinstance(event, Tokens) and event.token_ids:
-                        measured.tokens(sample, len(event.token_ids), time.perf_counter())
-                    elif isinstance(event, Finished):
-                        if event.reason == "cancelled":
-                            raise errors.cancelled_elsewhere()
-                        measured.finished(sample, event.usage)
-                        settled = True
+                settled = await _read(stream, sample, measured)
                 measured.num_resumed += stream.num_resumes
         except RemoteError as error:
             measured.failed(error)
@@ -191,3 +185,20 @@ class Generator:
             if measured is not self._warm_up:
                 self._ended_at = time.perf_counter()
         return None
+
+
+async def _read(stream: TokenStream, sample: Sample, measured: Measured) -> bool:
+    """Measures the tokens of a request until its end; returns False if the end is missing.
+
+    Raises:
+        RemoteError: The request failed.
+    """
+    async for event in stream:
+        if isinstance(event, Tokens) and event.token_ids:
+            measured.tokens(sample, len(event.token_ids), time.perf_counter())
+        elif isinstance(event, Finished):
+            if event.reason == "cancelled":
+                raise errors.cancelled_elsewhere()
+            measured.finished(sample, event.usage)
+            return True
+    return False

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from functools import reduce
+from typing import Any
 
 from google.rpc import code_pb2
 
 from baton.client.events import Usage
-from baton.load.gap_histogram import GapHistogram
+from baton.load.duration_histogram import DurationHistogram
 from baton.runtime.errors import RemoteError
 from baton.runtime.ttft_target import TtftTarget
 
@@ -77,13 +79,13 @@ class Measured:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_resumed: int = 0
-    ttft: GapHistogram = field(default_factory=GapHistogram)
-    e2e: GapHistogram = field(default_factory=GapHistogram)
-    ttft_from_send: GapHistogram = field(default_factory=GapHistogram)
-    e2e_from_send: GapHistogram = field(default_factory=GapHistogram)
-    itl: GapHistogram = field(default_factory=GapHistogram)
-    tpot: GapHistogram = field(default_factory=GapHistogram)
-    lateness: GapHistogram = field(default_factory=GapHistogram)
+    ttft: DurationHistogram = field(default_factory=DurationHistogram)
+    e2e: DurationHistogram = field(default_factory=DurationHistogram)
+    ttft_from_send: DurationHistogram = field(default_factory=DurationHistogram)
+    e2e_from_send: DurationHistogram = field(default_factory=DurationHistogram)
+    itl: DurationHistogram = field(default_factory=DurationHistogram)
+    tpot: DurationHistogram = field(default_factory=DurationHistogram)
+    lateness: DurationHistogram = field(default_factory=DurationHistogram)
     sheds: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     messages: dict[str, str] = field(default_factory=dict)
@@ -146,18 +148,25 @@ class Measured:
     @classmethod
     def merged(cls, lanes: Iterable[Measured], slo: Slo) -> Measured:
         """Returns the sum of all lanes."""
-        lanes = list(lanes)
-        found = cls(slo)
-        for name in (
-            *("num_requests", "num_ended", "num_unfinished", "num_ttft_within", "num_tpot_within"),
-            *("num_attained", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens"),
-            "num_resumed",
-        ):
-            setattr(found, name, sum(getattr(one, name) for one in lanes))
-        for name in ("ttft", "e2e", "ttft_from_send", "e2e_from_send", "itl", "tpot", "lateness"):
-            setattr(found, name, GapHistogram.merged(getattr(one, name) for one in lanes))
-        for one in lanes:
-            found.sheds.update(one.sheds)
-            found.failures.update(one.failures)
-            found.messages = one.messages | found.messages
+        found, lanes = cls(slo), list(lanes)
+        for one in fields(cls):
+            if one.name != "slo":
+                values = [getattr(lane, one.name) for lane in lanes]
+                setattr(found, one.name, _merged(getattr(found, one.name), values))
         return found
+
+
+def _merged(empty: object, values: Sequence[Any]) -> object:
+    """Merges the values of one field of all lanes, by the type of the field's empty value."""
+    match empty:
+        case int():
+            return sum(values)
+        case DurationHistogram():
+            return DurationHistogram.merged(values)
+        case Counter():
+            return sum(values, Counter())
+        case dict():
+            # The earliest lane's message of each reason is kept.
+            return reduce(lambda merged, other: other | merged, values, {})
+        case _:
+            raise TypeError(f"Measured has a field of type {type(empty).__name__}")

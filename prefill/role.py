@@ -125,7 +125,7 @@ class PrefillRole:
         """Ends the handoff. The engine must no longer write its staging."""
         if attempt.handoff is None:
             return
-        if attempt.only_cached:
+        if attempt.serves_fetch:
             self._report_unsent_prefix(attempt)
         # Failed sends too: the service keeps their staging until the engine has stopped writing.
         self._transfer.abort_send(attempt.handoff.handoff_id)
@@ -138,7 +138,7 @@ class PrefillRole:
     def abort(self, handoff_id: bytes) -> None:
         """Aborts a send; unknown IDs are ignored."""
         if (send := self._sends.pop(handoff_id, None)) is not None:
-            if send.attempt.only_cached:
+            if send.attempt.serves_fetch:
                 self._report_unsent_prefix(send.attempt)
             self._transfer.abort_send(handoff_id)
             self._on_change()
@@ -192,7 +192,7 @@ class PrefillRole:
             )
         except TransferError as error:
             self._sends.pop(plan.handoff_id, None)
-            if attempt.only_cached:
+            if attempt.serves_fetch:
                 raise RequestRejected(str(error)) from None
             report = send.report()
             report.state = kv_transfer_pb2.HANDOFF_STATE_FAILED

@@ -24,6 +24,7 @@ import grpc
 from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
+from baton.runtime.durations import to_seconds
 from baton.v1 import common_pb2
 
 RESTARTING = "RESTARTING"
@@ -220,7 +221,7 @@ class RemoteError(BatonError):
         retry = error_details_pb2.RetryInfo()
         for detail in self._details:
             if detail.Unpack(retry):
-                return float(retry.retry_delay.ToNanoseconds()) / 1e9
+                return to_seconds(retry.retry_delay)
         return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.runtime.durations import duration
+from baton.runtime.durations import duration, to_seconds
 from baton.runtime.step_budget import StepTargets
 from baton.v1 import cluster_pb2
 
@@ -18,9 +18,9 @@ def to_message(targets: StepTargets) -> cluster_pb2.StepTargets:
 
 def from_message(message: cluster_pb2.StepTargets) -> StepTargets:
     """Returns the targets that a worker was told."""
-    prompt_step_s = message.prompt_step.ToNanoseconds() / 1e9
+    prompt_step_s = to_seconds(message.prompt_step)
     if not message.HasField("itl"):
         return StepTargets(prompt_step_s=prompt_step_s)
-    itl_s = message.itl.ToNanoseconds() / 1e9
-    longest_s = message.longest_gap.ToNanoseconds() / 1e9
+    itl_s = to_seconds(message.itl)
+    longest_s = to_seconds(message.longest_gap)
     return StepTargets(itl_s, max(itl_s, longest_s), prompt_step_s)

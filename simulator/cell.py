@@ -19,7 +19,7 @@ from baton.coordinator.state.pools import POOL_OF, ROLE_OF, Pool
 from baton.coordinator.state.requests import StreamKey, Submission, WorkerKey
 from baton.coordinator.state.scaling_config import ScalingSettings
 from baton.coordinator.state.scaling_decision import Flip, Want
-from baton.load.gap_histogram import GapHistogram
+from baton.load.duration_histogram import DurationHistogram
 from baton.load.traces import Arrival
 from baton.simulator.engine import Engine
 from baton.simulator.hello import hello
@@ -104,7 +104,7 @@ class SimulatedCell(VirtualTime):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.gaps = GapHistogram()
+        self.gaps = DurationHistogram()
         self.prompt_tokens: Counter[str] = Counter()
         self.record = Record(START_S, gpus or dict.fromkeys(Pool, 1))
         settings = ScalingSettings(policy.config, autoscale=True, drain_s=config.scaling.drain_s)
@@ -181,7 +181,7 @@ class SimulatedCell(VirtualTime):
     def _heartbeat(self, engine: Engine) -> None:
         if engine.stopped:
             return
-        self._post(ev.WorkerLoad(engine.key, engine.report()))
+        self._post(ev.LoadReported(engine.key, engine.report()))
         # Jitter keeps the workers' heartbeats apart.
         self.at(
             self.now + self._heartbeat_s * self._random.uniform(0.95, 1.05), self._heartbeat, engine

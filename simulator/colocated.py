@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.pools import Pool
-from baton.load.gap_histogram import GapHistogram
+from baton.load.duration_histogram import DurationHistogram
 from baton.load.traces import Arrival
 from baton.simulator.engine import Engine
 from baton.simulator.parts import Shape
@@ -68,7 +68,7 @@ class ColocatedCell(VirtualTime):
         if num_workers < 1:
             raise ValueError(f"num_workers is {num_workers}; must be at least 1")
         super().__init__()
-        self.gaps = GapHistogram()
+        self.gaps = DurationHistogram()
         self.prompt_tokens: Counter[str] = Counter()
         self.record = Record(START_S, dict.fromkeys(Pool, gpus))
         self._delay_s = shape.delay_s

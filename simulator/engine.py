@@ -20,7 +20,7 @@ from typing import Protocol
 
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import WorkerKey
-from baton.load.gap_histogram import GapHistogram
+from baton.load.duration_histogram import DurationHistogram
 from baton.runtime.latency import PrefillChunk
 from baton.runtime.request_targets import due_in_s, own_itl_s
 from baton.runtime.step_budget import StepTargets, StreamPace, Streams
@@ -43,7 +43,7 @@ class Host(Protocol):
     """The part of `SimulatedCell` that an engine uses: clock, scheduler, messages."""
 
     now: float
-    gaps: GapHistogram
+    gaps: DurationHistogram
     prompt_tokens: Counter[str]
 
     def at(self, when: float, action: Callable[..., object], *arguments: object) -> None: ...

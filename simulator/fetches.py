@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from baton.runtime.durations import to_seconds
 from baton.runtime.shorter_fetches import tokens_to_send
 from baton.simulator.parts import Shape, SimulatedRequest
 from baton.v1 import cluster_pb2, kv_transfer_pb2
@@ -51,7 +52,7 @@ class Fetches:
             waiting.insert(0, request)
         else:
             waiting.append(request)
-        ends_at = self._owner.now + plan.timeout.ToNanoseconds() / 1e9
+        ends_at = self._owner.now + to_seconds(plan.timeout)
         self._owner.at(ends_at, self._late, plan.handoff_id, request)
 
     def end(self, handoff_id: bytes) -> None:

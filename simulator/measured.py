@@ -10,6 +10,7 @@ from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import Targets, in_seconds
 from baton.load.traces import Arrival, longest
 from baton.runtime.config import BatonConfig, SimulatedConfig, StepsConfig, parse
+from baton.runtime.durations import to_seconds
 from baton.runtime.step_budget import StepTargets
 from baton.simulator import comparison
 from baton.simulator.comparison import Row, Setup
@@ -217,7 +218,7 @@ def _arrivals(requests: Sequence[admin_pb2.RequestInfo]) -> list[Arrival]:
         for one in requests
         if one.state == admin_pb2.REQUEST_STATE_FINISHED and one.completion_tokens
     ]
-    times = [one.arrived_at.ToNanoseconds() / 1e9 for one in ended]
+    times = [to_seconds(one.arrived_at) for one in ended]
     begin = min(times, default=0.0)
     found = [
         Arrival(at - begin, one.prompt_tokens, one.completion_tokens)

@@ -10,7 +10,7 @@ from typing import Any
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import Targets
 from baton.load import stats
-from baton.load.gap_histogram import GapHistogram
+from baton.load.duration_histogram import DurationHistogram
 from baton.load.results import PERCENTS, number, plain, targets
 from baton.runtime.ttft_target import TtftTarget
 from baton.simulator.record import Record
@@ -103,7 +103,7 @@ class Figures:
 
 
 def figures(
-    record: Record, gaps: GapHistogram, limits: Targets, hits: PromptHits = NO_HITS
+    record: Record, gaps: DurationHistogram, limits: Targets, hits: PromptHits = NO_HITS
 ) -> Figures:
     """Computes the figures of a whole simulation."""
     ttfts, ratios, tpots, lasted = list[float](), list[float](), list[float](), list[float]()

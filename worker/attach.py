@@ -19,6 +19,7 @@ import grpc
 
 from baton.runtime import rpc
 from baton.runtime.dial import PLAIN, Dial
+from baton.runtime.durations import to_seconds
 from baton.runtime.errors import connection_failure
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, common_pb2
 
@@ -250,8 +251,8 @@ class Attachment:
         if not first.HasField("welcome"):
             raise EOFError("the coordinator's first message is not a welcome")
         welcome = first.welcome
-        self._heartbeat_s = welcome.heartbeat_interval.ToNanoseconds() / 1e9 or 1.0
-        self._grace_s = welcome.adoption_grace.ToNanoseconds() / 1e9
+        self._heartbeat_s = to_seconds(welcome.heartbeat_interval) or 1.0
+        self._grace_s = to_seconds(welcome.adoption_grace)
         if welcome.generation == self._generation:
             self._outbox.resume(welcome.ack)
         else:

@@ -15,7 +15,8 @@ from baton.v1 import common_pb2
 
 _log = logging.getLogger(__name__)
 
-_CLOSE_S = 1.0
+# Longest wait for cancelled commands before the engine is stopped, in seconds.
+CLOSE_S = 1.0
 
 
 class CommandTasks:
@@ -43,13 +44,23 @@ class CommandTasks:
         for task in self._tasks:
             task.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_CLOSE_S)
+            await asyncio.wait(self._tasks, timeout=CLOSE_S)
 
     def failed(self, error: Exception) -> common_pb2.RequestError:
-        """Returns the message for a command's error; logs one that is not expected."""
-        if isinstance(error, EngineDead):
-            return to_message(RemoteError(code_pb2.UNAVAILABLE, str(error), []))
-        if isinstance(error, BatonError):
-            return to_message(error)
-        _log.error(self._name, exc_info=error)
-        return to_message(Internal(f"{type(error).__name__}: {error}"))
+        """Returns the message for a command's error, and logs an unexpected error."""
+        return error_message(error, f"the command '{self._name}'")
+
+
+def error_message(error: Exception, subject: str) -> common_pb2.RequestError:
+    """Returns the message for a command's error, and logs an unexpected error.
+
+    Args:
+        error: The error that ended the command.
+        subject: Name of the failed work, for the message and the log.
+    """
+    if isinstance(error, EngineDead):
+        return to_message(RemoteError(code_pb2.UNAVAILABLE, str(error), []))
+    if isinstance(error, BatonError):
+        return to_message(error)
+    _log.error("%s failed", subject, exc_info=error)
+    return to_message(Internal(f"{subject} failed: {type(error).__name__}: {error}"))

@@ -5,25 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import psutil
-
-from baton.engine.base import Engine, EngineInfo, TierLoads
-from baton.kvtransfer.control import ServiceGone, TransferClient
+from baton.engine.base import Engine, EngineInfo
+from baton.kvtransfer.control import TransferClient
+from baton.runtime.durations import to_seconds
 from baton.runtime.enum_names import role_name
 from baton.runtime.errors import Unavailable
 from baton.runtime.step_messages import from_message
-from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
-from baton.worker.cache_drops import CacheDrops
-from baton.worker.handoffs import HandoffLog
-from baton.worker.metrics import Snapshot, WorkerCollector
+from baton.v1 import cluster_pb2, common_pb2
+from baton.worker.load_reports import LoadReports
+from baton.worker.metrics import WorkerCollector
 from baton.worker.outbox import Outbox
 from baton.worker.profiles import Profiles
-from baton.worker.renders import Renders
 from baton.worker.runner import Runner
 
 _log = logging.getLogger(__name__)
@@ -70,6 +67,7 @@ class WorkerHost:
     Args:
         identity: The worker process.
         role: Initial role; the coordinator may change it.
+        handlers: Commands that other parts execute, by field name of CoordinatorMessage.
         max_requests: Largest number of requests held at once, by role.
 
     Attributes:
@@ -90,21 +88,18 @@ class WorkerHost:
         runner: Runner,
         outbox: Outbox,
         collector: WorkerCollector,
-        handoffs: HandoffLog,
         profiles: Profiles,
-        cache_drops: CacheDrops,
-        renders: Renders,
+        load_reports: LoadReports,
+        handlers: Mapping[str, Callable[[Any], None]],
         max_requests: Mapping[common_pb2.Role.ValueType, int],
     ) -> None:
         self._identity, self._max_requests = identity, max_requests
         self._engine, self._info, self._transfer = engine, info, transfer
         self._runner, self._outbox, self._collector = runner, outbox, collector
-        self._handoffs, self._profiles = handoffs, profiles
-        self._cache_drops, self._renders = cache_drops, renders
+        self._profiles, self._load_reports, self._handlers = profiles, load_reports, handlers
         # Hello repeats this record, so that a restarted coordinator recovers the rollout.
         self._rollout: cluster_pb2.RolloutRecord | None = None
         self._role, self._state = role, cluster_pb2.WORKER_STATE_SERVING
-        self._process = psutil.Process()
         self.attached, self.released = asyncio.Event(), asyncio.Event()
         self.drain: DrainOrder | None = None
         self.drain_ordered = asyncio.Event()
@@ -155,79 +150,24 @@ class WorkerHost:
         )
 
     async def load_report(self) -> cluster_pb2.LoadReport:
-        """Load report for the coordinator; also updates the metrics snapshot.
-
-        If the transfer service has ended, its last known values are used. The runner reports the
-        end itself, after it has failed all requests on the same stream.
-        """
-        self._runner.report_cache()
-        load = self._engine.load()
-        # Steps take longer under the profiler, so the latency model must not learn from them.
-        samples = load.samples if not self._profiles.recording else ()
-        try:
-            transfer = await self._transfer.stats()
-        except ServiceGone:
-            transfer = self._collector.snapshot.transfer
-        staging_used, staging_total = _fuller_staging(transfer)
-        report = cluster_pb2.LoadReport(
-            num_steps=load.num_steps,
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            kv_tokens_used=load.kv_tokens_used,
-            kv_tokens_total=load.kv_tokens_total,
-            staging_bytes_used=staging_used,
-            staging_bytes_total=staging_total,
-            steps=[
-                cluster_pb2.StepSample(
-                    num_prefill_tokens=sample.num_prefill_tokens,
-                    num_decodes=sample.num_decodes,
-                    num_kv_tokens=sample.num_kv_tokens,
-                    duration_us=round(sample.duration_s * 1e6),
-                    prefill_token_squares=sample.prefill_token_squares,
-                )
-                for sample in samples
-            ],
-            prefill_tokens_waiting=load.prefill_tokens_waiting,
-            num_handoffs=transfer.num_sends + transfer.num_receives,
-            resident_bytes=self._process.memory_info().rss,
-            peers=transfer.peers,
-            host_loads=_tier_loads(load.host_loads),
-            disk_loads=_tier_loads(load.disk_loads),
-        )
-        self._collector.snapshot = Snapshot(
-            report,
-            transfer,
-            self._runner.counts(),
-            self._handoffs.counts(),
-        )
-        return report
+        return await self._load_reports.make()
 
     def on_command(self, message: cluster_pb2.CoordinatorMessage) -> None:
         match message.WhichOneof("message"):
-            case "prefill":
-                self._runner.start_prefill(message.prefill)
-            case "decode":
-                self._runner.start_decode(message.decode)
-            case "cancel":
-                self._runner.cancel(message.cancel)
+            case str(kind) if kind in self._handlers:
+                self._handlers[kind](getattr(message, kind))
             case "set_role":
                 # The engine executes commands of both roles, so nothing else changes.
                 self._serve(message.set_role.role)
                 self._report_state("the coordinator set the role")
             case "drain":
-                timeout_s = message.drain.timeout.ToNanoseconds() / 1e9
+                timeout_s = to_seconds(message.drain.timeout)
                 self.drain = DrainOrder(monotonic() + timeout_s, message.drain.reason)
                 self.drain_ordered.set()
             case "release":
                 self.released.set()
-            case "profile":
-                self._profiles.on_command(message.profile)
             case "rollout":
                 self._rollout = message.rollout
-            case "drop_cache":
-                self._cache_drops.on_command(message.drop_cache)
-            case "render":
-                self._renders.on_command(message.render)
             case "step_targets":
                 self.on_step_targets(message.step_targets)
             case kind:
@@ -237,15 +177,14 @@ class WorkerHost:
     def on_welcome(self, role: common_pb2.Role.ValueType) -> None:
         if role != common_pb2.ROLE_UNSPECIFIED:
             self._serve(role)
-        self._runner.use_handles = True
+        self._runner.attached()
         self.attached.set()
 
     def on_step_targets(self, targets: cluster_pb2.StepTargets) -> None:
         self._engine.set_step_targets(from_message(targets))
 
     def on_detached(self) -> None:
-        # The next stream may be to a coordinator that does not know the handles.
-        self._runner.use_handles = False
+        self._runner.detached()
 
     def keep_only(self, adopted: frozenset[tuple[str, int]]) -> None:
         self._runner.keep_only(adopted)
@@ -260,7 +199,7 @@ class WorkerHost:
             _log.warning("unknown role %s", role)
             return
         self._role = role
-        self._runner.max_requests = self._max_requests[role]
+        self._runner.limit(self._max_requests[role])
         self._collector.serves(role_name(role))
 
     def _report_state(self, reason: str, *, failed: bool = False) -> None:
@@ -268,17 +207,3 @@ class WorkerHost:
             state=self._state, role=self._role, reason=reason, failed=failed
         )
         self._outbox.post(cluster_pb2.WorkerMessage(state_changed=change))
-
-
-def _fuller_staging(transfer: kv_transfer_pb2.LocalStatistics) -> tuple[int, int]:
-    """Used bytes and size of the fuller of the two parts of staging, for sending and receiving.
-
-    A worker that only sends or only receives fills one part, and handoffs wait for that part.
-    """
-    sending = transfer.send_bytes_used, transfer.send_bytes_total
-    receiving = transfer.receive_bytes_used, transfer.receive_bytes_total
-    return max(sending, receiving, key=lambda part: part[0] / (part[1] or 1))
-
-
-def _tier_loads(loads: TierLoads) -> cluster_pb2.TierLoads:
-    return cluster_pb2.TierLoads(num_bytes=loads.num_bytes, duration_us=round(loads.seconds * 1e6))

@@ -16,7 +16,8 @@ from baton.runtime.config_error import ConfigError
 from baton.runtime.enum_names import role_name
 from baton.runtime.latency import LatencyModel
 from baton.v1 import common_pb2
-from baton.worker.worker import EngineFactory, Worker, WorkerFailed
+from baton.worker.errors import WorkerFailed
+from baton.worker.worker import EngineFactory, Worker
 
 
 def make_engine(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> Engine:

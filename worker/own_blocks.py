@@ -7,6 +7,7 @@ from time import monotonic
 
 from baton.engine.attempts import Attempt
 from baton.engine.base import Engine, EngineOutput, EngineRequest
+from baton.runtime.durations import to_seconds
 from baton.v1 import common_pb2
 
 
@@ -51,7 +52,7 @@ class OwnBlocks:
         ended = self._loads[request.request_id] = asyncio.get_running_loop().create_future()
         try:
             await self._engine.submit(request)
-            async with asyncio.timeout(plan.timeout.ToNanoseconds() / 1e9):
+            async with asyncio.timeout(to_seconds(plan.timeout)):
                 attempt.num_own_host_tokens = (await ended).num_host_tokens
         except TimeoutError:
             await self._engine.abort([request.request_id])

@@ -5,31 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
-import logging
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from google.rpc import code_pb2
-
 from baton.engine.base import Engine, EngineDead, NoProfiler, Trace
-from baton.runtime.errors import (
-    BatonError,
-    FailedPrecondition,
-    Internal,
-    RemoteError,
-    ResourceExhausted,
-    to_message,
-)
+from baton.runtime.durations import to_seconds
+from baton.runtime.errors import FailedPrecondition, Internal, ResourceExhausted, to_message
 from baton.runtime.profiling import CHUNK_BYTES, MAX_TRACE_BYTES, TAKE_TIMEOUT_S
 from baton.v1 import cluster_pb2
+from baton.worker.command_tasks import CLOSE_S, error_message
 from baton.worker.outbox import Outbox
-
-_log = logging.getLogger(__name__)
 
 # Traces are text. A higher level makes them hardly smaller, and takes CPU time from the engine.
 _GZIP_LEVEL = 4
-_CLOSE_S = 1.0
 # Bytes compressed at once; takes a few milliseconds.
 _PIECE_BYTES = 2**20
 
@@ -70,7 +59,7 @@ class Profiles:
         """Executes a command; ignores commands of a profile other than the running one."""
         kind = command.WhichOneof("command")
         if kind == "record":
-            self._begin(command.profile_id, command.record.ToNanoseconds() / 1e9)
+            self._begin(command.profile_id, to_seconds(command.record))
         elif command.profile_id != self._profile_id:
             return
         elif kind == "allowed_bytes":
@@ -89,7 +78,7 @@ class Profiles:
         for _ in range(2):
             if (task := self._task) is not None:
                 task.cancel()
-                await asyncio.wait([task], timeout=_CLOSE_S)
+                await asyncio.wait([task], timeout=CLOSE_S)
 
     def _begin(self, profile_id: int, duration_s: float) -> None:
         if self._task is not None:
@@ -112,15 +101,8 @@ class Profiles:
             self._report(profile_id, done=cluster_pb2.ProfileDone())
         except NoProfiler as error:
             self._report(profile_id, failed=to_message(FailedPrecondition(str(error))))
-        except EngineDead as error:
-            gone = RemoteError(code_pb2.UNAVAILABLE, str(error), [])
-            self._report(profile_id, failed=to_message(gone))
-        except BatonError as error:
-            self._report(profile_id, failed=to_message(error))
         except Exception as error:
-            _log.exception("the profile failed")
-            internal = Internal(f"the profile failed: {type(error).__name__}: {error}")
-            self._report(profile_id, failed=to_message(internal))
+            self._report(profile_id, failed=error_message(error, "the profile"))
         finally:
             for file in files:
                 file.unlink(missing_ok=True)

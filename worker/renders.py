@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from baton.engine.base import Engine
+from baton.runtime.durations import to_seconds
 from baton.v1 import cluster_pb2
 from baton.worker.command_tasks import CommandTasks
 from baton.worker.outbox import Outbox
@@ -62,4 +63,4 @@ def _start_within_s(command: cluster_pb2.RenderCommand) -> float | None:
     if not command.HasField("timeout"):
         return None
     # The other half is left for the rendering.
-    return command.timeout.ToNanoseconds() / 2e9
+    return to_seconds(command.timeout) / 2

@@ -26,6 +26,7 @@ from baton.engine.base import (
 from baton.kvtransfer.control import HandoffEvent, TransferClient
 from baton.kvtransfer.layout import KvLayout
 from baton.prefill.role import PrefillRole
+from baton.runtime.durations import to_seconds
 from baton.runtime.errors import (
     BatonError,
     DeadlineExceeded,
@@ -39,6 +40,7 @@ from baton.worker.handoffs import RECEIVE, SEND, HandoffLog
 from baton.worker.metrics import DEVICE, DISK, HOST, RunnerCounts, TierCounts
 from baton.worker.outbox import Outbox
 from baton.worker.own_blocks import OwnBlocks
+from baton.worker.receives import Receives
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +94,6 @@ class Runner:
     Attributes:
         idle: Event that is set while no request, cleanup or handoff is left.
         died: Resolves to the reason when the engine has failed.
-        use_handles: Whether outputs may use handles: only while their coordinator is attached.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Runner:
         max_requests: int,
         open_timeout_s: float,
     ) -> None:
-        self._engine, self._outbox, self.max_requests = engine, outbox, max_requests
+        self._engine, self._outbox, self._max_requests = engine, outbox, max_requests
         self._transfer, self._handoffs = transfer, handoffs
         self._own_blocks = OwnBlocks(engine)
         self._cache = CacheReports(outbox)
@@ -115,7 +116,7 @@ class Runner:
         self.idle = asyncio.Event()
         self.idle.set()
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.prefill = PrefillRole(
+        self._prefill = PrefillRole(
             engine,
             transfer,
             layout,
@@ -123,19 +124,20 @@ class Runner:
             report=partial(self._report_handoff, SEND),
             on_change=self._update_idle,
         )
-        self.decode = DecodeRole(
-            engine,
+        self._receives = Receives(
             transfer,
             report=partial(self._report_handoff, RECEIVE),
             on_change=self._update_idle,
         )
+        self._decode = DecodeRole(engine, self._receives)
         self._held: dict[str, _Held] = {}
         self._by_engine_id: dict[str, _Held] = {}
         self._cleanups: dict[asyncio.Task[None], _Held] = {}
         self._num_steps = 0
         # Finished outputs, each with the sequence number of the message that reports its end.
         self._ended: deque[tuple[int, cluster_pb2.RunningRequest]] = deque(maxlen=_MAX_ENDED)
-        self.use_handles = True
+        # Outputs use the handles of requests only while the coordinator that gave them is attached.
+        self._uses_handles = True
         # Counts since the start; see RunnerCounts.
         self._num_tokens = self._num_handoff_tokens = 0
         self._num_host_tokens = self._num_disk_tokens = 0
@@ -167,7 +169,7 @@ class Runner:
         Requests that do not fit into a message are left out and start again on another worker.
         """
         # A coordinator that has just started knows of no fetches.
-        clients = [one.attempt for one in self._held.values() if not one.attempt.only_cached]
+        clients = [one.attempt for one in self._held.values() if not one.attempt.serves_fetch]
         every = [attempt.running() for attempt in clients]
         every += [ended for seq, ended in self._ended if self._outbox.is_kept(seq)]
         sums = itertools.accumulate(one.ByteSize() for one in every)
@@ -189,28 +191,40 @@ class Runner:
 
     # ---- Commands.
 
+    def attached(self) -> None:
+        """Lets outputs use handles: the coordinator that gives them is attached."""
+        self._uses_handles = True
+
+    def detached(self) -> None:
+        """Sends outputs without handles: the next stream may be to another coordinator."""
+        self._uses_handles = False
+
+    def limit(self, max_requests: int) -> None:
+        """Sets the limit of requests held at once; requests over the limit are kept."""
+        self._max_requests = max_requests
+
     def start_prefill(self, command: cluster_pb2.PrefillCommand) -> None:
         role, plan = common_pb2.ROLE_PREFILL, _handoff(command)
         attempt = Attempt(command.spec, role, plan, _fetch(command), command.only_cached)
-        self._start(attempt, self.prefill)
+        self._start(attempt, self._prefill)
 
     def start_decode(self, command: cluster_pb2.DecodeCommand) -> None:
         role, plan = common_pb2.ROLE_DECODE, _handoff(command)
-        self._start(Attempt(command.spec, role, plan, _fetch(command)), self.decode)
+        self._start(Attempt(command.spec, role, plan, _fetch(command)), self._decode)
 
     def cancel(self, command: cluster_pb2.CancelCommand) -> None:
         """Ends an attempt in any state without an output, and drops its handoff."""
         if not command.attempt:
-            self.decode.drop(command.handoff_id)
+            self._receives.drop(command.handoff_id)
             return
         held = self._held.get(command.request_id)
         if held is not None and held.attempt.spec.attempt == command.attempt:
             self._drop(held, "cancelled")
         if command.handoff_id and command.handoff_id not in self._held_handoffs():
-            if self.prefill.sends(command.handoff_id):
-                self.prefill.abort(command.handoff_id)
+            if self._prefill.sends(command.handoff_id):
+                self._prefill.abort(command.handoff_id)
             else:
-                self.decode.drop(command.handoff_id)
+                self._receives.drop(command.handoff_id)
 
     def keep_only(self, adopted: frozenset[tuple[str, int]]) -> None:
         """Ends all attempts except these (request id, attempt), for a new coordinator.
@@ -250,7 +264,7 @@ class Runner:
         outputs = [
             held.attempt.failed(error)
             for held in self._held.values()
-            if not held.attempt.only_cached
+            if not held.attempt.serves_fetch
         ]
         for held in list(self._held.values()):
             self._drop(held, "failed")
@@ -270,8 +284,8 @@ class Runner:
 
     def _drop_unowned_handoffs(self) -> None:
         kept = self._held_handoffs()
-        self.prefill.abort_all_but(kept)
-        self.decode.keep_only(kept)
+        self._prefill.abort_all_but(kept)
+        self._receives.keep_only(kept)
 
     # ---- One request.
 
@@ -282,9 +296,9 @@ class Runner:
             if older.attempt.spec.attempt >= attempt.spec.attempt:
                 return
             self._drop(older, "superseded")
-        if len(self._held) + len(self._cleanups) >= self.max_requests:
+        if len(self._held) + len(self._cleanups) >= self._max_requests:
             refusal = ResourceExhausted(
-                f"this worker is at its limit of {self.max_requests} requests",
+                f"this worker is at its limit of {self._max_requests} requests",
                 reason="WORKER_FULL",
                 retry_after_s=1.0,
             )
@@ -294,11 +308,12 @@ class Runner:
         held = _Held(attempt, policy)
         self._held[attempt.spec.request_id] = held
         self._by_engine_id[attempt.engine_id] = held
-        self.decode.expect_fetch(attempt)
+        if attempt.fetch is not None and attempt.fetch.num_tokens:
+            self._receives.expect(attempt.fetch.handoff_id, attempt)
         self.idle.clear()
         if attempt.spec.HasField("timeout"):
             held.deadline = asyncio.get_running_loop().call_later(
-                attempt.spec.timeout.ToNanoseconds() / 1e9, self._expire, held
+                to_seconds(attempt.spec.timeout), self._expire, held
             )
         self._begin_with(held, policy.begin)
 
@@ -329,7 +344,7 @@ class Runner:
         self._drop(held, "failed")
 
     def _post_failed(self, attempt: Attempt, error: BatonError) -> None:
-        if not attempt.only_cached:
+        if not attempt.serves_fetch:
             self._post([attempt.failed(error)])
 
     def _drop(self, held: _Held, how: str) -> None:
@@ -358,7 +373,13 @@ class Runner:
             self._die(str(error))
         finally:
             held.policy.release(held.attempt)
-            self.decode.release_fetch(held.attempt)
+            self._release_fetch(held.attempt)
+
+    def _release_fetch(self, attempt: Attempt, *, is_loaded: bool = False) -> None:
+        """Drops the prefix that an attempt fetches, even if it arrives later. Idempotent."""
+        plan = attempt.fetch
+        if plan is not None and self._receives.expects(plan.handoff_id, attempt):
+            self._receives.release(plan.handoff_id, is_loaded=is_loaded)
 
     def _forget(self, held: _Held, how: str) -> None:
         del self._held[held.attempt.spec.request_id]
@@ -402,7 +423,7 @@ class Runner:
             await self._outbox.wait_for_space()
 
     def _take(self, held: _Held, output: EngineOutput, step: cluster_pb2.StepOutputs) -> None:
-        if held.attempt.only_cached:
+        if held.attempt.serves_fetch:
             self._take_prefix_output(held, output)
             return
         self._num_tokens += len(output.token_ids)
@@ -411,14 +432,13 @@ class Runner:
         if output.timings is not None:
             self._num_host_tokens += held.attempt.num_own_host_tokens
         self._num_disk_tokens += output.num_disk_tokens
-        if self.use_handles and held.attempt.report_token(output, step.tokens):
+        if self._uses_handles and held.attempt.report_token(output, step.tokens):
             held.policy.on_output(held.attempt, output)
             return
         message = held.attempt.report(output)
         held.policy.on_output(held.attempt, output)
-        if output.timings is not None or output.finish is not None:
-            is_loaded = output.num_handoff_tokens > 0
-            self.decode.release_fetch(held.attempt, is_loaded=is_loaded)
+        if output.has_begun:
+            self._release_fetch(held.attempt, is_loaded=output.num_handoff_tokens > 0)
         step.outputs.append(message)
         if end := message.WhichOneof("end"):
             if end == "finished" and held.attempt.role == common_pb2.ROLE_DECODE:
@@ -431,8 +451,8 @@ class Runner:
     def _take_prefix_output(self, held: _Held, output: EngineOutput) -> None:
         """Handles an output of an attempt that only sends a cached prefix to another worker."""
         is_gone = output.finish is Finish.PREFIX_GONE
-        if is_gone and self.prefill.shorten(held.attempt, output.num_held_tokens):
-            self._begin_with(held, self.prefill.begin_again)
+        if is_gone and self._prefill.shorten(held.attempt, output.num_held_tokens):
+            self._begin_with(held, self._prefill.begin_again)
             return
         held.policy.on_output(held.attempt, output)
         if output.finish is not None:
@@ -445,9 +465,9 @@ class Runner:
 
     def _on_handoff_event(self, event: HandoffEvent) -> None:
         if isinstance(event, kv_transfer_pb2.LocalSendState):
-            self.prefill.on_send_state(event)
+            self._prefill.on_send_state(event)
         else:
-            self.decode.on_handoff_state(event)
+            self._receives.on_handoff_state(event)
 
     def _report_handoff(
         self, direction: str, attempt: Attempt, report: cluster_pb2.HandoffReport
@@ -465,7 +485,7 @@ class Runner:
             self.died.set_result(reason)
 
     def _update_idle(self) -> None:
-        busy = self._held or self._cleanups or self.prefill.num_sends or self.decode.num_receives
+        busy = self._held or self._cleanups or self._prefill.num_sends or self._receives.num_live
         if busy:
             self.idle.clear()
         else:

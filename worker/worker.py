@@ -1,4 +1,4 @@
-"""Start and stop of one worker, in numbered steps."""
+"""Starts one worker in numbered steps; serving.py has its life after that."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import math
 import os
 import secrets
 import socket
@@ -15,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 from baton.engine.base import Engine, EngineDead, EngineInfo, EngineStep
 from baton.engine.warm_up import warm_up
@@ -31,43 +29,28 @@ from baton.runtime.names import FIRST_REVISION
 from baton.runtime.refusals import Refusals
 from baton.runtime.tracing import Tracing
 from baton.runtime.worker_directory import WorkerDirectory
-from baton.v1 import cluster_pb2, common_pb2
+from baton.v1 import common_pb2
 from baton.worker import gpus
-from baton.worker.attach import AttachError, Attachment, CoordinatorGone
+from baton.worker.attach import Attachment
 from baton.worker.cache_drops import CacheDrops
+from baton.worker.errors import WorkerFailed
 from baton.worker.handoffs import HandoffLog
 from baton.worker.host import Identity, WorkerHost
+from baton.worker.load_reports import LoadReports
 from baton.worker.metrics import WorkerCollector
 from baton.worker.outbox import Outbox
 from baton.worker.profiles import Profiles
 from baton.worker.renders import Renders
 from baton.worker.runner import Runner
+from baton.worker.serving import AttachedWorker
 
 _log = logging.getLogger(__name__)
 
 # A worker accepts its pool's limit of requests times this factor, because requests that are being
 # cleaned up still count when the requests after them start.
 _REQUESTS_FACTOR = 2
-_SETTLE_S = 5.0
-_LEAVE_S = 8.0
 
 EngineFactory = Callable[[BatonConfig, PoolConfig, str], Engine]
-
-
-class WorkerFailed(Exception):
-    """The worker cannot continue; the message is one line for people.
-
-    Attributes:
-        exit_code: Exit code of the process: 1 failed, 3 no coordinator.
-    """
-
-    exit_code = 1
-
-
-class NoCoordinator(WorkerFailed):
-    """No coordinator answered for too long."""
-
-    exit_code = 3
 
 
 class Worker:
@@ -110,15 +93,13 @@ class Worker:
                 if not starting.done():
                     # The worker must leave while its model loads: no request has to finish.
                     return
-                await self._serve(*starting.result(), stopping, ready)
+                await starting.result().serve(stopping, ready)
             finally:
                 for task in (starting, stopping):
                     task.cancel()
                 await asyncio.gather(starting, stopping, return_exceptions=True)
 
-    async def _start(
-        self, stack: contextlib.AsyncExitStack
-    ) -> tuple[WorkerHost, Runner, Attachment]:
+    async def _start(self, stack: contextlib.AsyncExitStack) -> AttachedWorker:
         config, security = self._config, self._config.security
         # Checks come before the steps that take long.
         tracing.require(config.tracing)
@@ -167,10 +148,18 @@ class Worker:
             runner=runner,
             outbox=outbox,
             collector=collector,
-            handoffs=handoffs,
             profiles=profiles,
-            cache_drops=cache_drops,
-            renders=renders,
+            load_reports=LoadReports(
+                engine, transfer, runner, handoffs, collector, lambda: profiles.recording
+            ),
+            handlers={
+                "prefill": runner.start_prefill,
+                "decode": runner.start_decode,
+                "cancel": runner.cancel,
+                "profile": profiles.on_command,
+                "drop_cache": cache_drops.on_command,
+                "render": renders.on_command,
+            },
             max_requests=self._max_requests,
         )
         attachment = Attachment(
@@ -181,7 +170,9 @@ class Worker:
             dial=dial,
         )
         _log.info("engine is up", extra={"kv": transfer.address, "metrics": metrics.address})
-        return host, runner, attachment
+        return AttachedWorker(
+            host, runner, attachment, drain_timeout_s=config.worker.drain_timeout_s
+        )
 
     def _identity(self) -> Identity:
         config = self._config.worker
@@ -299,109 +290,6 @@ class Worker:
             raise WorkerFailed(transfer.gone_reason)
         raise WorkerFailed(f"engine: not ready after worker.start_timeout_s {timeout_s:g}")
 
-    async def _serve(
-        self,
-        host: WorkerHost,
-        runner: Runner,
-        attachment: Attachment,
-        stopping: asyncio.Task[Any],
-        ready: Callable[[str], None] | None,
-    ) -> None:
-        attached = asyncio.create_task(self._report_ready(host, ready), name="ready")
-        attaching = asyncio.create_task(attachment.run(), name="attach")
-        running = asyncio.create_task(runner.run(), name="run")
-        drain_ordered = asyncio.create_task(host.drain_ordered.wait(), name="drain ordered")
-        tasks: list[asyncio.Future[Any]] = [attached, attaching, running, drain_ordered]
-        try:
-            ends: list[asyncio.Future[Any]] = [attaching, running, runner.died]
-            await asyncio.wait(
-                [*ends, stopping, drain_ordered], return_when=asyncio.FIRST_COMPLETED
-            )
-            if not any(end.done() for end in ends):
-                await self._drain(host, runner, attachment, stopping, ends)
-            await self._leave(host, runner, attachment, attaching, running)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _drain(
-        self,
-        host: WorkerHost,
-        runner: Runner,
-        attachment: Attachment,
-        stopping: asyncio.Task[Any],
-        ends: list[asyncio.Future[Any]],
-    ) -> None:
-        """Takes no new work and waits for running requests.
-
-        The wait ends at the deadline of the latest drain command. After a stop signal it also ends
-        after `worker.drain_timeout_s`, because the process manager kills the process some time
-        after the signal.
-        """
-        reason = host.drain.reason if host.drain is not None else "the process was told to stop"
-        _log.info("draining: %s", reason)
-        host.change_state(cluster_pb2.WORKER_STATE_DRAINING, reason)
-        idle = asyncio.create_task(_drained(host, runner, attachment), name="drain")
-        done, stop_deadline = [idle, *ends], math.inf
-        try:
-            while not any(one.done() for one in done):
-                if stopping.done():
-                    drain_timeout_s = self._config.worker.drain_timeout_s
-                    stop_deadline = min(stop_deadline, monotonic() + drain_timeout_s)
-                deadline = host.drain.deadline if host.drain is not None else math.inf
-                left_s = min(stop_deadline, deadline) - monotonic()
-                if left_s <= 0:
-                    return
-                host.drain_ordered.clear()
-                ordered = asyncio.create_task(host.drain_ordered.wait(), name="drain ordered")
-                changes = [ordered] if stopping.done() else [ordered, stopping]
-                try:
-                    await asyncio.wait(
-                        [*done, *changes], timeout=left_s, return_when=asyncio.FIRST_COMPLETED
-                    )
-                finally:
-                    ordered.cancel()
-        finally:
-            idle.cancel()
-
-    async def _leave(
-        self,
-        host: WorkerHost,
-        runner: Runner,
-        attachment: Attachment,
-        attaching: asyncio.Task[None],
-        running: asyncio.Task[None],
-    ) -> None:
-        """Reports the stop, drops remaining requests and ends the stream.
-
-        The coordinator continues the remaining requests on other workers.
-
-        Raises:
-            WorkerFailed: The worker did not stop on request.
-        """
-        failure = _failure(attaching, running, runner.died)
-        attached = not attaching.done() and host.attached.is_set()
-        if attached:
-            host.change_state(
-                cluster_pb2.WORKER_STATE_STOPPED, failure or "stopped", failed=bool(failure)
-            )
-        runner.keep_only(frozenset())
-        await runner.settle(_SETTLE_S)
-        if attached:
-            attachment.leave()
-            await asyncio.wait([attaching], timeout=_LEAVE_S)
-        if failure:
-            raise (NoCoordinator if _has_no_coordinator(attaching) else WorkerFailed)(failure)
-
-    @staticmethod
-    async def _report_ready(host: WorkerHost, ready: Callable[[str], None] | None) -> None:
-        await host.attached.wait()
-        hello = host.hello()
-        _log.info("attached", extra={"role": common_pb2.Role.Name(hello.role)})
-        if ready is not None:
-            ready(hello.worker_id)
-
     def _record_startup(self, stage: str, begun_at: float, ended_at: float | None = None) -> None:
         ended_at = monotonic() if ended_at is None else ended_at
         self._startup_ms[stage] = max(0, round((ended_at - begun_at) * 1e3))
@@ -410,53 +298,6 @@ class Worker:
 async def _load(engine: Engine) -> tuple[EngineInfo, list[EngineStep]]:
     info = await engine.start()
     return info, await warm_up(engine, info)
-
-
-async def _drained(host: WorkerHost, runner: Runner, attachment: Attachment) -> None:
-    """Waits until no request is left, and until the coordinator cannot send another one.
-
-    The coordinator cannot once it has released this worker, or once no stream is up.
-    """
-    released = asyncio.create_task(host.released.wait(), name="released")
-    detached = asyncio.create_task(attachment.detached.wait(), name="detached")
-    try:
-        await asyncio.wait([released, detached], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        released.cancel()
-        detached.cancel()
-    await runner.idle.wait()
-
-
-def _failure(
-    attaching: asyncio.Task[None], running: asyncio.Task[None], died: asyncio.Future[str]
-) -> str:
-    """Returns why the worker cannot continue; "" if it can."""
-    if died.done():
-        return f"engine: {died.result()}"
-    for task in (running, attaching):
-        if not task.done() or (error := task.exception()) is None:
-            continue
-        for cause in _leaf_errors(error):
-            match cause:
-                case EngineDead():
-                    return f"engine: {cause}"
-                case TransferError() | AttachError():
-                    return str(cause)
-        _log.error("a task of the worker failed", exc_info=error)
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def _has_no_coordinator(attaching: asyncio.Task[None]) -> bool:
-    if not attaching.done() or attaching.cancelled() or (error := attaching.exception()) is None:
-        return False
-    return any(isinstance(one, CoordinatorGone) for one in _leaf_errors(error))
-
-
-def _leaf_errors(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for one in error.exceptions for leaf in _leaf_errors(one)]
-    return [error]
 
 
 def _with_revision(info: EngineInfo, revision: str) -> EngineInfo:

@@ -13,6 +13,7 @@ from baton.client.doctor.decode_and_pools import (
 )
 from baton.client.doctor.findings import Finding, Kind, lane_of, ms, stage_name
 from baton.client.doctor.ttft import ttft_findings
+from baton.runtime.durations import to_seconds
 from baton.v1 import admin_pb2
 
 __all__ = ["Finding", "Kind", "diagnose", "stage_name", "summary"]
@@ -36,7 +37,7 @@ def diagnose(status: admin_pb2.GetStatusResponse) -> list[Finding]:
 def summary(status: admin_pb2.GetStatusResponse) -> str:
     """Summarizes a cell without findings in one line."""
     lanes = [lane for lane in status.lanes if lane.ttft.num or lane.itl.num]
-    window_s = status.window.ToNanoseconds() / 1e9
+    window_s = to_seconds(status.window)
     if not lanes:
         return f"healthy; no request had a token in the last {window_s:.0f} s"
     parts = [

@@ -99,8 +99,8 @@ class Assignments:
             found = map(self._workers.get, (request.prefill, request.decode))
             assert all(one is None or one.fleet is request.fleet for one in found)
             if request.state is RequestState.DECODING and request.decode is not None:
-                load = self._placers.of(request.fleet).router.load(request.decode)
-                assert load is None or not load.has_prompt(request.key)
+                entry = self._placers.of(request.fleet).router.loads.get(request.decode)
+                assert entry is None or not entry.has_prompt(request.key)
 
     def _release(self, key: WorkerKey | None, request: Request) -> bool:
         worker = self._workers.get(key)

@@ -143,7 +143,7 @@ class Core:
             ev.SessionLost: self._session_lost,
             ev.WorkerAttached: self._worker_attached,
             ev.WorkerHeard: members.heard,
-            ev.WorkerLoad: members.load,
+            ev.LoadReported: members.load_reported,
             ev.WorkerStep: self._worker_step,
             ev.WorkerHandoff: self._worker_handoff,
             ev.WorkerCache: self._worker_cache,

@@ -147,14 +147,14 @@ class Dispatcher:
         """Parks batch outputs if that makes room for the request; returns whether it did."""
         wanted = placer.room_wanted(request)
         worker = self._workers.get(wanted.worker) if wanted is not None else None
-        entry = placer.router.load(worker.key) if worker is not None else None
+        entry = placer.router.loads.get(worker.key) if worker is not None else None
         if wanted is None or worker is None or entry is None:
             return False
         parked, num_tokens = list[Request](), 0
         for batch in sorted(self._parkable(worker), key=partial(_parking_cost, worker)):
             if num_tokens >= wanted.num_tokens and len(parked) >= wanted.num_requests:
                 break
-            num_yielded = entry.parkable_tokens_of(batch.key)
+            num_yielded = entry.decodes.parkable_tokens_of(batch.key)
             if num_yielded:
                 parked.append(batch)
                 num_tokens += num_yielded

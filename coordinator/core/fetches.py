@@ -117,11 +117,11 @@ class Fetches:
 
     def _saved_s(self, fetch: _Fetch, hashes: Sequence[int]) -> float:
         """Returns how long the worker would compute those fetched blocks that a prompt has too."""
-        load = self._router(fetch.route).load(fetch.route.prefill)
-        if load is None:
+        entry = self._router(fetch.route).loads.get(fetch.route.prefill)
+        if entry is None:
             return 0.0
-        num_tokens = fetch.num_shared(hashes) * load.traits.block_size_tokens
-        return load.traits.latency.model.chunk_s(0, num_tokens)
+        num_tokens = fetch.num_shared(hashes) * entry.traits.block_size_tokens
+        return entry.traits.latency.model.chunk_s(0, num_tokens)
 
     def _begin(
         self,
@@ -131,9 +131,9 @@ class Fetches:
         hashes: Sequence[int],
         now: float,
     ) -> None:
-        load = self._placers.of(request.fleet).router.load(prefill)
-        assert load is not None, "the prefill worker was just chosen"
-        size = load.traits.block_size_tokens
+        entry = self._placers.of(request.fleet).router.loads.get(prefill)
+        assert entry is not None, "the prefill worker was just chosen"
+        size = entry.traits.block_size_tokens
         handoff_id = self._random_bytes(16)
         request.fetch = cluster_pb2.FetchPlan(
             handoff_id=handoff_id,
@@ -148,7 +148,7 @@ class Fetches:
             choice,
             hashes,
             range(choice.skip_tokens // size, choice.num_tokens // size),
-            choice.num_sent_tokens * load.traits.kv_bytes_per_token,
+            choice.num_sent_tokens * entry.traits.kv_bytes_per_token,
             now + choice.timeout_s,
         )
         self._fetches[handoff_id] = fetch

@@ -180,7 +180,7 @@ class Membership:
         """Handles a heartbeat."""
         self.hear(event.worker, now)
 
-    def load(self, event: ev.WorkerLoad, now: float) -> None:
+    def load_reported(self, event: ev.LoadReported, now: float) -> None:
         """Handles a load report: updates the latency model and detects a stuck engine."""
         worker = self.hear(event.worker, now)
         if worker is None:
@@ -194,7 +194,7 @@ class Membership:
         if load.steps and worker.role in worker.fleet.workers.roles_doing(common_pb2.ROLE_DECODE):
             self._lifecycle.stats.recent.at(now).decode_steps(load.steps)
         self._placers.report_kv(worker, load.kv_tokens_used)
-        self._placers.report_loads(worker, load)
+        self._placers.report_tier_loads(worker, load)
         if len(self._lifecycle.lanes):
             self._lifecycle.room_freed()
         is_idle = not (load.num_running or worker.stuck or self._awaits_step(worker))

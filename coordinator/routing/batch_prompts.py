@@ -56,7 +56,7 @@ class BatchPrompts:
             return None
         if isinstance(placement, NoPlacement):
             # The queue of every prefill worker is full.
-            soonest = self._router.idlest_prefill()
+            soonest = self._router.loads.idlest_prefill()
             wait_s = soonest.queued_s(self._router.now) if soonest is not None else math.inf
         elif placement.is_local:
             return None
@@ -64,7 +64,7 @@ class BatchPrompts:
             wait_s = placement.prefill.predicted_s - placement.prefill.work_s
         most, found = 0.0, None
         for batch, key in self._worker_of.items():
-            entry, worker = self._router.load(key), self._workers.get(key)
+            entry, worker = self._router.loads.get(key), self._workers.get(key)
             if entry is None or not self.may_be_parked(entry, worker):
                 continue
             left_s = entry.queued_s(self._router.now)

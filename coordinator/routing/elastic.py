@@ -88,15 +88,15 @@ class ElasticRule:
         """Measures the prompt of an interactive request."""
         if request.submission.lane == _BATCH:
             return
-        load = self._router.loads.entries[placement.prefill.worker]
-        prompt_s = load.traits.latency.model.chunk_s(0, placement.prefill.num_work_tokens)
+        entry = self._router.loads.entries[placement.prefill.worker]
+        prompt_s = entry.traits.latency.model.chunk_s(0, placement.prefill.num_work_tokens)
         self._prompt_times.add(prompt_s)
         target_s = request.first_token_due_at - request.submitted_at
         self._prompt_demand.add(prompt_s, target_s, self._router.now)
 
     def room_at(self, request: Request) -> float:
         """Predicts when a worker's prompts are nearly computed; see PlacementRule."""
-        if self._router.idlest_prefill() is None:
+        if self._router.loads.idlest_prefill() is None:
             return math.inf
         found = self._candidates.compared(self._prompts.usable(request), None)
         times = [entry.free_at - AHEAD_S for entry, _ in found]
@@ -131,11 +131,11 @@ class ElasticRule:
     @property
     def _itl_target_s(self) -> float:
         """ITL target of interactive requests in seconds; infinite: there is none."""
-        targets = self._router.step_targets
+        targets = self._router.loads.step_targets
         return math.inf if targets is None or targets.itl_s is None else targets.itl_s
 
     def _demand(self, request: Request) -> Demand:
-        submission, lane = request.submission, self._needs.prompt_lane(request)
+        submission, lane = request.submission, self._needs.prompt_lane(request.submission)
         is_batch = submission.lane == _BATCH
         waited_s = self._router.now - request.state_since
         longest_s = lane_config(self._lanes, submission.lane).max_queue_s
@@ -143,7 +143,7 @@ class ElasticRule:
         # batch output may have been parked for requests that still run, so it waits.
         continues = len(request.token_ids) > 0 and not is_batch
         must_place = continues or waited_s > _MUST_PLACE_SHARE[lane] * longest_s
-        ends_with_first = self._needs.most_output_tokens(request) == 1
+        ends_with_first = self._needs.most_output_tokens(submission) == 1
         return Demand(
             num_tokens=request.num_tokens,
             num_output_tokens=0 if ends_with_first else self._needs.more_output_tokens(request),

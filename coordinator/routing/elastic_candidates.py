@@ -149,7 +149,7 @@ class ElasticCandidates:
         hits = load.traits.hits(held, (demand.num_tokens - 1) // size * size)
         num_new = demand.num_tokens - hits.num_tokens
         work_s = load.prompt_work_s(num_new, self._router.now)
-        load_s = load.load_s(hits, self._router.now)
+        load_s = load.tier_load_s(hits, self._router.now)
         wait_s = ahead_s(self._router, load, num_new, demand) + load_s
         return PrefillChoice(load.key, wait_s + work_s, work_s, num_new, hits)
 
@@ -187,8 +187,8 @@ def ahead_s(router: Router, load: WorkerLoad, num_tokens: int, demand: Demand) -
 
 def step_targets(router: Router) -> StepTargets:
     """Targets of the workers' steps; the router of an elastic cell has some."""
-    assert router.step_targets is not None
-    return router.step_targets
+    assert router.loads.step_targets is not None
+    return router.loads.step_targets
 
 
 def fastest_step_s(candidates: list[Candidate]) -> float:

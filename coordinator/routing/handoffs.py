@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.coordinator.routing.choices import DecodeChoice, Placement, PrefillChoice
 from baton.coordinator.routing.prompt_blocks import PromptBlocks
-from baton.coordinator.routing.worker_traits import block_size_of, handoff_bytes
+from baton.coordinator.routing.worker_traits import block_size_of, handoff_bytes, reusable_tokens
 from baton.coordinator.state.requests import Request, WorkerKey
 from baton.coordinator.state.workers import AttachedWorkers
 from baton.runtime import kv_fingerprint
@@ -46,7 +46,7 @@ class Handoffs:
             return 0
         block_size = block_size_of(worker.hello)
         held = self._prompts.match(request).reported_by(decode).num_device
-        return min(held, (request.num_prefill_tokens - 1) // block_size) * block_size
+        return min(held * block_size, reusable_tokens(request.num_prefill_tokens, block_size))
 
     def _is_possible(
         self, request: Request, prefill: WorkerKey, decode: WorkerKey, skip_tokens: int

@@ -38,8 +38,8 @@ def measured_speeds(loads: Iterable[WorkerLoad], transfers: Transfers) -> Iterat
         loads: the loads of the workers.
         transfers: the transfers between them.
     """
-    for load in loads:
-        for tier, bytes_per_s in load.load_speeds.measured().items():
-            yield KvSpeed(load.key[0], _SOURCES[tier], "", bytes_per_s)
+    for entry in loads:
+        for tier, bytes_per_s in entry.tier_speeds.measured().items():
+            yield KvSpeed(entry.key[0], _SOURCES[tier], "", bytes_per_s)
     for (sender, receiver), bytes_per_s in transfers.measured(_MAX_PAIRS).items():
         yield KvSpeed(receiver[0], "worker", sender[0], bytes_per_s)

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from baton.coordinator.routing.least_loaded import LeastLoaded
-from baton.coordinator.routing.worker_load import Latency, WorkerLoad
+from baton.coordinator.routing.worker_load import WorkerLoad
+from baton.coordinator.routing.worker_traits import Latency
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.step_budget import StepTargets
@@ -110,6 +111,7 @@ class LoadIndex:
         self._groups = [entries[index::number] for index in range(number)]
 
     def get(self, worker: WorkerKey | None) -> WorkerLoad | None:
+        """Load of a worker, read-only for placement rules; None: no worker, or an unknown one."""
         return self.entries.get(worker) if worker is not None else None
 
     def add(self, entry: WorkerLoad) -> None:
@@ -120,7 +122,10 @@ class LoadIndex:
         self._regroup()
 
     def set_pool(self, worker: WorkerKey, pool: Pool | None) -> None:
-        """Moves a worker to the pool that it gets work from; None: the worker gets no work."""
+        """Moves a worker to the pool that it gets work from; None: the worker gets no new work.
+
+        The worker keeps the requests it has.
+        """
         self.num_prefill_workers -= self.computes_prompts(self._pools.pop(worker, None))
         if pool is not None:
             self._pools[worker] = pool
@@ -146,6 +151,17 @@ class LoadIndex:
         if not self.kinds[kind]:
             del self.kinds[kind]
         self._regroup()
+
+    def idlest_prefill(self) -> WorkerLoad | None:
+        """The prefill worker with the shortest queue; None if all are full."""
+        return self.get(self.by_queue.least())
+
+    def most_parkable(self) -> WorkerLoad | None:
+        """The decode worker that would have most KV room after parking its batch decodes.
+
+        None if no worker has a decode that may be parked.
+        """
+        return self.get(self.by_parkable.least())
 
     def fastest_on(self, host_id: str) -> WorkerKey | None:
         """The decode worker with the shortest step time on a host; None if the host has none."""
@@ -173,15 +189,15 @@ class LoadIndex:
         if self.step_targets is not None:
             entry.predict_prompt_speed(self.step_targets, self.now)
         self.update_prompts(entry)
-        if self.decodes(pool) and entry.parkable_tokens:
-            self.by_parkable.set(worker, -entry.free_tokens - entry.parkable_tokens)
+        if self.decodes(pool) and entry.decodes.parkable_tokens:
+            self.by_parkable.set(worker, -entry.free_tokens - entry.decodes.parkable_tokens)
         else:
             self.by_parkable.remove(worker)
         if self.decodes(pool) and entry.num_decodes < self.most_decodes(entry):
             self.open_decode |= entry.bit
             itl_s = entry.itl_with_s(0, 0)
             self.by_itl.set(worker, itl_s)
-            if entry.num_interactive:
+            if entry.decodes.num_interactive:
                 self.by_itl_apart.remove(worker)
             else:
                 self.by_itl_apart.set(worker, itl_s)
@@ -210,13 +226,13 @@ class LoadIndex:
                 prefills |= entry.bit
                 assert self.by_queue.load(worker) == entry.free_at
             assert (worker in self.by_parkable) == (
-                self.decodes(pool) and entry.parkable_tokens > 0
+                self.decodes(pool) and entry.decodes.parkable_tokens > 0
             )
             if self.decodes(pool) and entry.num_decodes < self.most_decodes(entry):
                 decodes |= entry.bit
                 assert worker in self.by_itl
                 assert self.by_room.load(worker) == -entry.free_tokens
-                assert (worker in self.by_itl_apart) == (entry.num_interactive == 0)
+                assert (worker in self.by_itl_apart) == (entry.decodes.num_interactive == 0)
                 assert worker in self._by_host[entry.traits.host_id]
         assert self.kinds == Counter(map(_kind_of, self.entries.values()))
         assert (self.open_prefill, self.open_decode) == (prefills, decodes)

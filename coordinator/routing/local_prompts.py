@@ -53,7 +53,7 @@ class LocalPrompts:
         entry = self._router.loads.entries[decode.worker]
         num_new = max(1, decode.num_tokens - decode.hits.num_tokens)
         work_s = entry.traits.latency.prefill_s(num_new)
-        load_s = entry.load_s(decode.hits, self._router.now)
+        load_s = entry.tier_load_s(decode.hits, self._router.now)
         prefill = PrefillChoice(
             decode.worker,
             _outputs_step_s(entry) + load_s + work_s,
@@ -95,7 +95,7 @@ class LocalPrompts:
 
     def _exceeds_target(self, entry: WorkerLoad, step_s: float) -> bool:
         """Whether a step of this length exceeds the ITL target of an interactive request there."""
-        return entry.num_interactive > 0 and step_s > self._itl_target_s
+        return entry.decodes.num_interactive > 0 and step_s > self._itl_target_s
 
 
 def _outputs_step_s(entry: WorkerLoad) -> float:

@@ -110,26 +110,32 @@ class Placer:
             )
         )
         self.predictions = Predictions(
-            self.router, self._rule, workers, self.prompts, self.batch_prompts, outputs, config
+            self.router,
+            self._rule,
+            workers,
+            self.prompts,
+            self.batch_prompts,
+            self._needs,
+            config.latency,
         )
 
     def set_step_targets(self, targets: StepTargets) -> None:
         """Places from now on by these step targets; strict cells have no use for them."""
         if self._config.elastic:
-            self.router.set_step_targets(targets)
+            self.router.loads.set_step_targets(targets)
 
     # ---- Workers
 
     def attach(self, worker: Worker) -> None:
         """Adds a worker that has attached or reattached, and gives it work if it takes any."""
-        if self.router.load(worker.key) is None:
+        if self.router.loads.get(worker.key) is None:
             self.router.add_worker(worker.key, traits_of(worker.hello, self._latency), None)
         self.refresh(worker)
 
     def refresh(self, worker: Worker) -> None:
         """Updates the pool of a worker after its role or state has changed."""
-        if self.router.load(worker.key) is not None:
-            self.router.set_pool(worker.key, _open_to(worker))
+        if self.router.loads.get(worker.key) is not None:
+            self.router.loads.set_pool(worker.key, _open_to(worker))
 
     def detach(self, worker: Worker) -> None:
         """Removes a worker and everything assigned to it."""
@@ -140,7 +146,7 @@ class Placer:
         """Raises AssertionError if the router's state and the workers' pools are inconsistent."""
         self.router.check_integrity()
         for worker in self._workers:
-            assert self.router.pool(worker.key) is _open_to(worker)
+            assert self.router.loads.pool(worker.key) is _open_to(worker)
 
     # ---- Requests
 
@@ -193,7 +199,10 @@ class Placer:
         Returns:
             None if the request waits for something else, or is a batch request itself.
         """
-        if self.router.most_parkable() is None or self._needs.prompt_lane(request) == _BATCH:
+        if (
+            self.router.loads.most_parkable() is None
+            or self._needs.prompt_lane(request.submission) == _BATCH
+        ):
             return None
         return self._without_avoided(request, self._room_wanted)
 
@@ -224,10 +233,10 @@ class Placer:
         worker, is_local = placement.prefill.worker, placement.is_local
         # With strict roles, a decode worker that computes a prompt or hands over its own request
         # delays no other prompt.
-        delays_prompts = self.router.loads.computes_prompts(self.router.pool(worker))
+        delays_prompts = self.router.loads.computes_prompts(self.router.loads.pool(worker))
         if delays_prompts or not is_local:
             self._assign_prompt(request, placement.prefill)
-        has_batch_prompt = self._needs.prompt_lane(request) == _BATCH
+        has_batch_prompt = self._needs.prompt_lane(request.submission) == _BATCH
         if has_batch_prompt and can_be_parked and delays_prompts and not is_local:
             self.batch_prompts.begins(request.key, worker)
         if placement.decode is not None:
@@ -276,7 +285,7 @@ class Placer:
         num_output = len(request.token_ids) + num_ahead
         decode = request.decode
         if self.router.outgrows(request.key, decode, request.num_prompt_tokens + num_output):
-            num_output = min(num_output, self._needs.most_output_tokens(request))
+            num_output = min(num_output, self._needs.most_output_tokens(request.submission))
             self.router.grow(request.key, decode, request.num_prompt_tokens + num_output)
 
     def released(self, request: Request) -> None:
@@ -292,10 +301,10 @@ class Placer:
 
     def is_crowded(self, worker: WorkerKey) -> bool:
         """Whether batch requests on a worker push interactive requests over their ITL target."""
-        entry = self.router.load(worker)
+        entry = self.router.loads.get(worker)
         return (
             entry is not None
-            and 0 < entry.num_interactive < entry.num_decodes
+            and 0 < entry.decodes.num_interactive < entry.num_decodes
             and self._rule.is_crowded(entry)
         )
 
@@ -310,7 +319,7 @@ class Placer:
             return find(request)
         # Lists instead of sets: their order decides between equally good workers, and must be the
         # same in each run of a simulation.
-        avoided = [key for key in request.avoid if self.router.load(key) is not None]
+        avoided = [key for key in request.avoid if self.router.loads.get(key) is not None]
         closed = (
             [one.key for one in self._workers if one.ledger.unanswered] if request.suspect else []
         )
@@ -325,7 +334,7 @@ class Placer:
     def _closed(self, workers: Iterable[WorkerKey]) -> Iterator[None]:
         """Gives these workers no work inside the `with` block."""
         for key in workers:
-            self.router.set_pool(key, None)
+            self.router.loads.set_pool(key, None)
         try:
             yield
         finally:
@@ -345,10 +354,10 @@ class Placer:
         )
 
     def _room_wanted(self, request: Request) -> RoomWanted | None:
-        entry = self.router.most_parkable()
+        entry = self.router.loads.most_parkable()
         if (
             entry is None
-            or self._needs.most_output_tokens(request) == 1
+            or self._needs.most_output_tokens(request.submission) == 1
             or not self._rule.takes_prompt(request)
         ):
             return None
@@ -356,7 +365,7 @@ class Placer:
         wanted = RoomWanted(
             entry.key,
             max(0, needed - entry.free_tokens),
-            max(0, entry.num_decodes + 1 - self.router.most_decodes(entry)),
+            max(0, entry.num_decodes + 1 - self.router.loads.most_decodes(entry)),
         )
         is_there = not (wanted.num_tokens or wanted.num_requests)
-        return None if is_there or wanted.num_tokens > entry.parkable_tokens else wanted
+        return None if is_there or wanted.num_tokens > entry.decodes.parkable_tokens else wanted

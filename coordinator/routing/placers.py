@@ -65,7 +65,7 @@ class Placers:
 
     def single_step_s(self) -> float | None:
         """Time of the fastest worker's decode step with one stream; None without workers."""
-        loads = [load for worker in self._workers if (load := self.load(worker)) is not None]
+        loads = [entry for worker in self._workers if (entry := self.load(worker)) is not None]
         return min((one.traits.latency.decode_step_s(1, 0) for one in loads), default=None)
 
     def of(self, fleet: Fleet) -> Placer:
@@ -93,9 +93,9 @@ class Placers:
         assert self._placers.keys() <= set(self._workers.fleets)
         for fleet, placer in self._placers.items():
             placer.check_integrity()
-            assert placer.router.step_targets in (None, self.step_targets)
+            assert placer.router.loads.step_targets in (None, self.step_targets)
             for worker in self._workers:
-                assert worker.fleet is fleet or placer.router.load(worker.key) is None
+                assert worker.fleet is fleet or placer.router.loads.get(worker.key) is None
 
     # ---- Members.
 
@@ -111,13 +111,13 @@ class Placers:
         self.of(worker.fleet).detach(worker)
 
     def load(self, worker: Worker) -> WorkerLoad | None:
-        return self._router(worker).load(worker.key)
+        return self._router(worker).loads.get(worker.key)
 
     def report_kv(self, worker: Worker, kv_tokens_used: int) -> None:
         self._router(worker).report_kv(worker.key, kv_tokens_used)
 
-    def report_loads(self, worker: Worker, load: cluster_pb2.LoadReport) -> None:
-        self._router(worker).report_loads(worker.key, load.host_loads, load.disk_loads)
+    def report_tier_loads(self, worker: Worker, load: cluster_pb2.LoadReport) -> None:
+        self._router(worker).report_tier_loads(worker.key, load.host_loads, load.disk_loads)
 
     def kv_speeds(self) -> list[KvSpeed]:
         """Returns the measured speeds at which the workers of all fleets get KV blocks."""

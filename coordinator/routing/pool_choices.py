@@ -97,12 +97,10 @@ class PoolChoices:
             traits = entry.traits
             if entry.is_full(limit, self._router.now):
                 continue
-            size = traits.block_size_tokens
-            # The worker always computes the last token, because it yields the first output token.
-            hits = traits.hits(held, (num_tokens - 1) // size * size)
+            hits = traits.hits(held, traits.reusable_tokens(num_tokens))
             work_s = traits.latency.prefill_s(num_tokens - hits.num_tokens)
             queued_s = entry.queued_s(self._router.now)
-            wait_s = queued_s + entry.load_s(hits, self._router.now)
+            wait_s = queued_s + entry.tier_load_s(hits, self._router.now)
             cost = wait_s + work_s * factor
             own = PrefillChoice(worker, wait_s + work_s, work_s, num_tokens - hits.num_tokens, hits)
             if cost < least:
@@ -183,7 +181,7 @@ class PoolChoices:
             if found is None:
                 continue
             is_slow = found.itl_s > max_itl_s and entry.num_decodes > 0
-            if is_batch and is_slow and not entry.batch_may_join:
+            if is_batch and is_slow and not entry.decodes.batch_may_join:
                 continue
             cost = found.itl_s * num_output_tokens + self._begin_s(source, found, num_tokens)
             if (is_slow and not is_batch, cost) < least:
@@ -255,13 +253,13 @@ class PoolChoices:
         makes the handoff cross hosts.
         """
         entry, other = latest.entry, best.entry
-        if entry.num_decodes == entry.num_interactive or latest.itl_s > max_itl_s:
+        if entry.num_decodes == entry.decodes.num_interactive or latest.itl_s > max_itl_s:
             return False
-        if entry.num_interactive and latest.itl_s > _JOIN_ITL * best.itl_s:
+        if entry.decodes.num_interactive and latest.itl_s > _JOIN_ITL * best.itl_s:
             return False
-        is_near = source is not None and source.traits.host_id == other.traits.host_id
+        is_near = source is not None and source.traits.is_near(other.traits)
         return latest.hits.num_device >= best.hits.num_device and (
-            not is_near or entry.traits.host_id == other.traits.host_id
+            not is_near or entry.traits.is_near(other.traits)
         )
 
     def _begin_s(self, source: WorkerLoad | None, target: _Target, num_tokens: int) -> float:
@@ -272,7 +270,7 @@ class PoolChoices:
         traits = target.entry.traits
         if source is None:
             return target.entry.prompt_s(num_tokens, target.hits, self._router.now)
-        near = source.traits.host_id == traits.host_id
+        near = source.traits.is_near(traits)
         num_bytes = (num_tokens - target.hits.num_device) * source.traits.kv_bytes_per_token
         return self._router.transfers.handoff_s(
             (source.key, target.entry.key), num_bytes, near=near
@@ -293,9 +291,7 @@ class PoolChoices:
         """
         entry = self._router.loads.entries[worker]
         traits = entry.traits
-        cached = (num_tokens - 1) // traits.block_size_tokens * traits.block_size_tokens
-        if computes_all:
-            cached = 0
+        cached = 0 if computes_all else traits.reusable_tokens(num_tokens)
         work_s = traits.latency.prefill_s(num_tokens - cached)
         # This handoff is sent after the computation; other handoffs are sent during the prefill.
         num_bytes = num_tokens * traits.kv_bytes_per_token

@@ -7,15 +7,15 @@ from array import array
 from collections.abc import Callable
 
 from baton.coordinator.routing.batch_prompts import BatchPrompts
-from baton.coordinator.routing.output_lengths import OutputLengths, max_output_tokens
 from baton.coordinator.routing.placement_rule import PlacementRule
 from baton.coordinator.routing.prefix_match import HeldPrefix
 from baton.coordinator.routing.prompt_blocks import PromptBlocks
+from baton.coordinator.routing.request_needs import RequestNeeds
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerLoad
-from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.requests import Prediction, Request, Submission
 from baton.coordinator.state.workers import AttachedWorkers
+from baton.runtime.latency import LatencyModel
 from baton.v1 import common_pb2
 
 
@@ -30,8 +30,8 @@ class Predictions:
         workers: Workers of one fleet.
         prompts: Cuts prompts into blocks of these workers' block size.
         batch_prompts: Batch prompts that may be parked for interactive prompts.
-        outputs: Prediction of output lengths.
-        config: Source of the latency model for unmeasured workers and of the long-prompt limit.
+        needs: Needs of the requests.
+        unmeasured: Latency model of workers that have no measured one.
     """
 
     def __init__(
@@ -41,18 +41,17 @@ class Predictions:
         workers: AttachedWorkers,
         prompts: PromptBlocks,
         batch_prompts: BatchPrompts,
-        outputs: OutputLengths,
-        config: CoreConfig,
+        needs: RequestNeeds,
+        unmeasured: LatencyModel,
     ) -> None:
         self._router, self._workers, self._prompts = router, workers, prompts
         self._rule = rule
-        self._batch_prompts, self._outputs = batch_prompts, outputs
-        self._unmeasured = config.latency
-        self._long_prompt_tokens = config.lanes.long_prompt_tokens
+        self._batch_prompts, self._needs = batch_prompts, needs
+        self._unmeasured = unmeasured
 
     def prefill_s(self, request: Request) -> float:
         """Predicted seconds to load and compute the prompt of a waiting request."""
-        entry, num_tokens = self._router.idlest_prefill(), request.num_prefill_tokens
+        entry, num_tokens = self._router.loads.idlest_prefill(), request.num_prefill_tokens
         if entry is None:
             # Requests count as work even before the first worker has attached.
             return self._unmeasured_prefill_s(num_tokens)
@@ -70,14 +69,13 @@ class Predictions:
             Seconds of prefill work, number of prompt tokens, expected number of output tokens.
         """
         num_tokens = len(submission.prompt_token_ids)
-        entry = self._router.idlest_prefill()
+        entry = self._router.loads.idlest_prefill()
         if entry is None:
             prefill_s = self._unmeasured_prefill_s(num_tokens)
         else:
             held = self._router.longest_prefill(self._prompts.usable_for(submission, hashes))
             prefill_s = _prefill_s(entry, num_tokens, held, self._router.now)
-        most = max_output_tokens(submission, self._workers.max_model_len)
-        return prefill_s, num_tokens, self._outputs.mean(submission.lane, most or num_tokens)
+        return prefill_s, num_tokens, self._needs.mean_output_tokens(submission)
 
     def ttft(
         self, submission: Submission, hashes: array[int], in_lane_s: Callable[[float, float], float]
@@ -100,11 +98,11 @@ class Predictions:
         choice = self._rule.soonest(match, num_tokens, session)
         if choice is None:
             return None
-        num_workers = self._router.prompt_speed
+        num_workers = self._router.loads.prompt_speed
         wait_s = choice.predicted_s - choice.work_s
-        entry, worker = self._router.load(choice.worker), self._workers.get(choice.worker)
+        entry, worker = self._router.loads.get(choice.worker), self._workers.get(choice.worker)
         if (
-            submission.ordered_in(self._long_prompt_tokens) != common_pb2.LANE_BATCH
+            self._needs.prompt_lane(submission) != common_pb2.LANE_BATCH
             and entry is not None
             and self._batch_prompts.may_be_parked(entry, worker)
         ):
@@ -137,13 +135,10 @@ class Predictions:
         Returns:
             Seconds; 0 if the worker is gone.
         """
-        entry = self._router.load(request.decode) if request.decode is not None else None
+        entry = self._router.loads.get(request.decode) if request.decode is not None else None
         if entry is None:
             return 0.0
-        most = max_output_tokens(request.submission, self._workers.max_model_len)
-        num_known = len(request.token_ids)
-        num_more = self._outputs.expected(request.submission.lane, most, num_known)
-        return num_more * entry.itl_with_s(0, 0)
+        return self._needs.more_output_tokens(request) * entry.itl_with_s(0, 0)
 
     def move_s(self, request: Request, waiting_s: float) -> float:
         """Predicted seconds until a decoding request continues if it left its worker now.
@@ -161,7 +156,7 @@ class Predictions:
         choice = self._rule.soonest(match, request.num_prefill_tokens, session)
         if choice is None:
             return math.inf
-        speed = self._router.prompt_speed
+        speed = self._router.loads.prompt_speed
         return choice.predicted_s + (waiting_s / speed if speed else 0.0)
 
     def _unmeasured_prefill_s(self, num_tokens: int) -> float:

@@ -62,8 +62,7 @@ class PrefixFetches:
         size, per_token = traits.block_size_tokens, traits.kv_bytes_per_token
         if not per_token or not traits.sends_prefixes:
             return None
-        # The last token is always computed.
-        usable = (num_tokens - 1) // size * size
+        usable = traits.reusable_tokens(num_tokens)
         best, least = None, math.inf
         for skip, num_own in self._skips(match, entry, hits, usable):
             for key, held in sources.items():
@@ -73,15 +72,15 @@ class PrefixFetches:
                 end = min(held.num_total * size, usable, skip + most_tokens)
                 if key == entry.key or end <= max(skip, hits.num_tokens):
                     continue
-                near = holder.traits.host_id == traits.host_id
+                near = holder.traits.is_near(traits)
                 num_bytes = (end - skip) * per_token
                 sending_s = transfers.seconds((key, entry.key), num_bytes, near=near)
                 wait_s = max(transfers.wait_s(key), holder.one_step_s(now))
-                load_s = holder.load_s(traits.hits(held, end), now)
+                load_s = holder.tier_load_s(traits.hits(held, end), now)
                 fetch_s = _FETCH_BASE_S + wait_s + load_s + sending_s
                 if num_own:
                     # The worker loads its own blocks meanwhile, in a step of its own.
-                    own_s = entry.load_s(PromptHits(0, num_own), now) + entry.one_step_s(now)
+                    own_s = entry.tier_load_s(PromptHits(0, num_own), now) + entry.one_step_s(now)
                     fetch_s = max(fetch_s, own_s)
                 total_s = fetch_s + traits.latency.prefill_s(num_tokens - end)
                 if total_s < least:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from baton.coordinator.routing.output_lengths import OutputLengths, max_output_tokens
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.lanes import Lane
-from baton.coordinator.state.requests import Request, SessionKey
+from baton.coordinator.state.requests import Request, SessionKey, Submission
 from baton.coordinator.state.workers import AttachedWorkers
 from baton.v1 import common_pb2
 
@@ -52,25 +52,30 @@ class RequestNeeds:
         self._long_prompt_tokens = config.lanes.long_prompt_tokens
         self._itl_target_s = config.lanes.interactive.itl_ms / 1e3
 
-    def prompt_lane(self, request: Request) -> Lane:
+    def prompt_lane(self, submission: Submission) -> Lane:
         """The lane that the request's prompt is computed in."""
-        return request.submission.ordered_in(self._long_prompt_tokens)
+        return submission.ordered_in(self._long_prompt_tokens)
 
-    def most_output_tokens(self, request: Request) -> int:
+    def most_output_tokens(self, submission: Submission) -> int:
         """Limit of the whole output in tokens, see max_output_tokens."""
-        return max_output_tokens(request.submission, self._workers.max_model_len)
+        return max_output_tokens(submission, self._workers.max_model_len)
+
+    def mean_output_tokens(self, submission: Submission) -> float:
+        """Mean length of the whole outputs of requests like this one."""
+        most = self.most_output_tokens(submission)
+        return self._outputs.mean(submission.lane, most or len(submission.prompt_token_ids))
 
     def more_output_tokens(self, request: Request) -> int:
         """Expected number of further output tokens; at least 1."""
+        submission = request.submission
         return self._outputs.expected(
-            request.submission.lane, self.most_output_tokens(request), len(request.token_ids)
+            submission.lane, self.most_output_tokens(submission), len(request.token_ids)
         )
 
     def mean_tokens(self, request: Request) -> int:
         """KV tokens that requests like this one have on average while they decode."""
-        mean = self._outputs.mean_of_running(
-            request.submission.lane, self.most_output_tokens(request)
-        )
+        submission = request.submission
+        mean = self._outputs.mean_of_running(submission.lane, self.most_output_tokens(submission))
         return request.num_tokens + round(mean / 2)
 
     def decode(self, request: Request) -> DecodeNeeds:

@@ -16,7 +16,8 @@ from baton.coordinator.routing.load_index import LoadIndex
 from baton.coordinator.routing.prefix_index import PrefixIndex, Tier
 from baton.coordinator.routing.prefix_match import NOTHING_HELD, HeldPrefix, PrefixMatch
 from baton.coordinator.routing.transfers import Transfers
-from baton.coordinator.routing.worker_load import WorkerLoad, WorkerTraits
+from baton.coordinator.routing.worker_load import WorkerLoad
+from baton.coordinator.routing.worker_traits import WorkerTraits
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import PredictedSpeeds, SessionKey, WorkerKey
 from baton.runtime.step_budget import StepTargets
@@ -53,7 +54,7 @@ class Router:
         step_targets: Targets of the workers' steps in an elastic cell; None elsewhere.
 
     Attributes:
-        loads: load of each worker; read-only for the placement rules.
+        loads: load of each worker, and the least loaded ones; read-only for the placement rules.
         index: prefix index; `apply_cache` updates it.
         transfers: measured speeds between workers.
     """
@@ -82,19 +83,10 @@ class Router:
     def now(self, now: float) -> None:
         self.loads.now = self.transfers.now = now
 
-    @property
-    def step_targets(self) -> StepTargets | None:
-        """Targets of the workers' steps in an elastic cell; None elsewhere."""
-        return self.loads.step_targets
-
-    def set_step_targets(self, targets: StepTargets) -> None:
-        """Changes the targets of the workers' steps; only in an elastic cell."""
-        self.loads.set_step_targets(targets)
-
     # ---- Workers
 
     def add_worker(self, worker: WorkerKey, traits: WorkerTraits, pool: Pool | None) -> None:
-        """Adds a worker whose cache is empty or not known yet; `pool` as in `set_pool`."""
+        """Adds a worker with an empty or unknown cache; `pool` as in `LoadIndex.set_pool`."""
         size = traits.block_size_tokens
         self.index.add(
             worker,
@@ -103,55 +95,15 @@ class Router:
             traits.disk_kv_tokens // size,
         )
         self.loads.add(WorkerLoad(worker, traits, self.index.bit(worker)))
-        self.set_pool(worker, pool)
-
-    def set_pool(self, worker: WorkerKey, pool: Pool | None) -> None:
-        """Sets the pool that a worker gets work from; None: the worker gets no new work.
-
-        The worker keeps the requests it has.
-        """
         self.loads.set_pool(worker, pool)
-
-    def pool(self, worker: WorkerKey) -> Pool | None:
-        """The pool that a worker gets work from; None: the worker gets no work."""
-        return self.loads.pool(worker)
 
     def remove_worker(self, worker: WorkerKey) -> None:
         """Removes a worker; its requests must still be released. Idempotent."""
         if (entry := self.loads.get(worker)) is not None:
-            self._num_interactive -= entry.num_interactive
+            self._num_interactive -= entry.decodes.num_interactive
             self.loads.remove(worker)
             self.index.forget(worker)
             self.transfers.forget(worker)
-
-    def load(self, worker: WorkerKey) -> WorkerLoad | None:
-        """Load of a worker, read-only for the caller; None: the worker is unknown."""
-        return self.loads.get(worker)
-
-    @property
-    def num_prefill_workers(self) -> int:
-        """Number of workers in the prefill pool, including full workers."""
-        return self.loads.num_prefill_workers
-
-    @property
-    def prompt_speed(self) -> float:
-        """Speed of all workers that compute prompts together; an idle worker counts 1."""
-        return self.loads.prompt_speed
-
-    def idlest_prefill(self) -> WorkerLoad | None:
-        """The prefill worker with the shortest queue; None if all are full."""
-        return self.loads.get(self.loads.by_queue.least())
-
-    def most_parkable(self) -> WorkerLoad | None:
-        """The decode worker that would have most KV room after parking its batch decodes.
-
-        None if no worker has a decode that may be parked.
-        """
-        return self.loads.get(self.loads.by_parkable.least())
-
-    def most_decodes(self, entry: WorkerLoad) -> int:
-        """Maximum number of requests on a decode worker, regardless of its KV room."""
-        return self.loads.most_decodes(entry)
 
     def longest_prefill(self, match: PrefixMatch) -> HeldPrefix:
         """Longest prefix of a prompt on any prefill worker with room."""
@@ -177,7 +129,7 @@ class Router:
             entry.report(kv_tokens_used)
             self.loads.update(entry)
 
-    def report_loads(
+    def report_tier_loads(
         self, worker: WorkerKey, host: cluster_pb2.TierLoads, disk: cluster_pb2.TierLoads
     ) -> None:
         """Updates the measured speeds of a worker's loads since its last report."""
@@ -185,14 +137,14 @@ class Router:
             return
         for tier, loads in ((Tier.HOST, host), (Tier.DISK, disk)):
             seconds = loads.duration_us / 1e6
-            entry.load_speeds.observe(tier, loads.num_bytes, seconds, self.now)
+            entry.tier_speeds.observe(tier, loads.num_bytes, seconds, self.now)
 
     def predicted_speeds(self, placement: Placement) -> PredictedSpeeds:
         """The speeds by which the loads and the fetch of a placement were predicted."""
         choice, fetch = placement.prefill, placement.prefill.fetch
         entry = self.loads.entries[choice.worker]
         host, disk = (
-            entry.load_speeds.bytes_per_s(tier, self.now) if num_tokens else 0.0
+            entry.tier_speeds.bytes_per_s(tier, self.now) if num_tokens else 0.0
             for tier, num_tokens in (
                 (Tier.HOST, choice.hits.num_host),
                 (Tier.DISK, choice.hits.num_disk),
@@ -283,7 +235,7 @@ class Router:
                 many as are reserved.
         """
         entry = self.loads.entries[choice.worker]
-        entry.assign_decode(
+        entry.decodes.add(
             request_id,
             choice.num_kv_tokens,
             is_interactive=is_interactive,
@@ -307,8 +259,8 @@ class Router:
             num_tokens: KV tokens of the request so far.
         """
         entry = self.loads.entries[worker]
-        entry.assign_decode(request_id, num_tokens)
-        entry.arrive(request_id)
+        entry.decodes.add(request_id, num_tokens)
+        entry.decodes.arrive(request_id)
         self.loads.update(entry)
 
     def first_token(
@@ -328,17 +280,17 @@ class Router:
             entry.prompt_computed(request_id, self.now)
             self.loads.update_prompts(entry)
         if (entry := self.loads.get(decode)) is not None:
-            entry.arrive(request_id)
+            entry.decodes.arrive(request_id)
 
     def outgrows(self, request_id: str, decode: WorkerKey | None, num_tokens: int) -> bool:
         """Whether a request needs more KV tokens than are reserved on its worker."""
         entry = self.loads.get(decode)
-        return entry is not None and entry.outgrows(request_id, num_tokens)
+        return entry is not None and entry.decodes.outgrows(request_id, num_tokens)
 
     def grow(self, request_id: str, decode: WorkerKey | None, num_tokens: int) -> None:
         """Reserves KV room for at least this many tokens of a request, in whole blocks."""
         if (entry := self.loads.get(decode)) is not None:
-            entry.grow(request_id, entry.in_blocks(num_tokens))
+            entry.decodes.grow(request_id, entry.in_blocks(num_tokens))
             self.loads.update(entry)
 
     def release(self, request_id: str, prefill: WorkerKey | None, decode: WorkerKey | None) -> None:
@@ -351,7 +303,7 @@ class Router:
             entry.drop_prompt(request_id, self.now)
             self.loads.update_prompts(entry)
         if (entry := self.loads.get(decode)) is not None:
-            self._num_interactive -= entry.end_decode(request_id)
+            self._num_interactive -= entry.decodes.end(request_id)
             self.loads.update(entry)
 
     def _prompt_worker(
@@ -394,16 +346,12 @@ class Router:
     def near(self, one: WorkerKey, other: WorkerKey) -> bool:
         """Whether two workers are on one host, as far as known."""
         first, second = self.loads.get(one), self.loads.get(other)
-        return (
-            first is not None
-            and second is not None
-            and first.traits.host_id == second.traits.host_id
-        )
+        return first is not None and second is not None and first.traits.is_near(second.traits)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if sums or masks differ from the entries they summarize."""
         assert self._num_interactive == sum(
-            one.num_interactive for one in self.loads.entries.values()
+            one.decodes.num_interactive for one in self.loads.entries.values()
         )
         self.index.check_integrity()
         self.loads.check_integrity()

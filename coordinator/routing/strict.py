@@ -59,10 +59,10 @@ class StrictRule:
             match,
             request.num_prefill_tokens,
             request.submission.session,
-            QUEUE_LIMITS[self._needs.prompt_lane(request)],
+            QUEUE_LIMITS[self._needs.prompt_lane(request.submission)],
             may_fetch=self._needs.may_fetch(request),
         )
-        if prefill is not None and self._needs.most_output_tokens(request) == 1:
+        if prefill is not None and self._needs.most_output_tokens(request.submission) == 1:
             return Placement(prefill, None)
         local = self._choose_local(request, match, prefill)
         if local is not None:
@@ -88,23 +88,25 @@ class StrictRule:
 
     def room_at(self, request: Request) -> float:
         """Predicts when the idlest prefill worker has room for a prompt; see PlacementRule."""
-        idlest = self._router.idlest_prefill()
+        idlest = self._router.loads.idlest_prefill()
         if idlest is None:
             return math.inf
-        return idlest.room_at(QUEUE_LIMITS[self._needs.prompt_lane(request)], self._router.now)
+        return idlest.room_at(
+            QUEUE_LIMITS[self._needs.prompt_lane(request.submission)], self._router.now
+        )
 
     def takes_prompt(self, request: Request) -> bool:
         """Whether a prefill worker has room for the prompt, or a decode worker computes it."""
-        if len(request.token_ids) and not self._router.num_prefill_workers:
+        if len(request.token_ids) and not self._router.loads.num_prefill_workers:
             return True
         match = self._prompts.usable(request)
-        limit = QUEUE_LIMITS[self._needs.prompt_lane(request)]
+        limit = QUEUE_LIMITS[self._needs.prompt_lane(request.submission)]
         return self._choices.takes_prompt(match, request.submission.session, limit)
 
     def is_crowded(self, entry: WorkerLoad) -> bool:
         """Whether steps exceed the ITL target of a worker with several batch outputs."""
         return (
-            entry.num_interactive < entry.num_decodes - 1
+            entry.decodes.num_interactive < entry.num_decodes - 1
             and entry.itl_with_s(0, 0) > self._itl_target_s
         )
 
@@ -130,7 +132,7 @@ class StrictRule:
             match: prefix match of the request's prompt.
             prefill: the prefill worker for the prompt; None: all are full.
         """
-        if not self._router.num_prefill_workers:
+        if not self._router.loads.num_prefill_workers:
             # A client waits for the rest of an output, so a decode worker recomputes the prompt.
             if not len(request.token_ids):
                 return None
@@ -150,5 +152,7 @@ class StrictRule:
             soonest = self.soonest(match, request.num_prefill_tokens, request.submission.session)
             there_s = soonest.predicted_s if soonest is not None else math.inf
         local = self._local_prompts.placed(decode)
-        pays = self._local_prompts.pays(local.prefill, there_s, self._needs.prompt_lane(request))
+        pays = self._local_prompts.pays(
+            local.prefill, there_s, self._needs.prompt_lane(request.submission)
+        )
         return local if pays else None

@@ -4,104 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from baton.coordinator.routing.load_speeds import LoadSpeeds
+from baton.coordinator.routing.decode_set import DecodeSet
 from baton.coordinator.routing.prefix_index import Tier
-from baton.coordinator.routing.prefix_match import HeldPrefix
 from baton.coordinator.routing.prompt_queue import PromptQueue, QueuedPrompt
+from baton.coordinator.routing.tier_speeds import TierSpeeds
+from baton.coordinator.routing.worker_traits import WorkerTraits
 from baton.coordinator.state.requests import PromptHits, WorkerKey
-from baton.runtime.latency import LatencyModel
 from baton.runtime.step_budget import StepTargets, Streams, prompt_share_alone, prompt_speed
-
-
-class Latency(Protocol):
-    """Predicted seconds of prefills and decode steps on a worker kind (runtime/latency.py).
-
-    Attributes:
-        model: the present model of the worker kind.
-    """
-
-    @property
-    def model(self) -> LatencyModel: ...
-    def prefill_s(self, num_tokens: int) -> float: ...
-    def decode_step_s(self, num_requests: int, num_kv_tokens: int) -> float: ...
-
 
 # Time until the first bytes of a load from host memory have arrived.
 _LOAD_BASE_S = 0.001
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerTraits:
-    """Fixed properties of a worker that routing needs.
-
-    Attributes:
-        latency: latency model of the worker's kind; its fit may change while it is used here.
-        host_id: workers with equal host IDs share memory.
-        kv_tokens: size of the KV cache in tokens.
-        host_kv_tokens: size of the KV store in host memory in tokens; 0: none.
-        host_bytes_per_s, disk_bytes_per_s: assumed speeds of loads; see LoadSpeeds.
-        disk_kv_tokens: size of the KV store on disk in tokens; 0: none.
-        block_size_tokens: tokens per KV block.
-        kv_bytes_per_token: bytes of KV cache per token, over all layers and ranks; 0: not known.
-        sends_prefixes: whether the cached beginning of a prompt can be handed over. It cannot for
-            sliding windows and recurrent states, which are kept only for a prompt's last tokens.
-        max_send_bytes, max_receive_bytes: size of the largest handoff.
-        chunk_tokens: maximum number of prompt tokens computed in one step.
-        max_seqs: maximum number of requests in one engine step; further requests wait in the
-            engine.
-    """
-
-    latency: Latency
-    host_id: str
-    kv_tokens: int
-    block_size_tokens: int
-    kv_bytes_per_token: int = 0
-    chunk_tokens: int = 2048
-    max_seqs: int = 2**31
-    host_kv_tokens: int = 0
-    host_bytes_per_s: float = math.inf
-    sends_prefixes: bool = True
-    max_send_bytes: int = 2**63
-    max_receive_bytes: int = 2**63
-    disk_kv_tokens: int = 0
-    disk_bytes_per_s: float = math.inf
-
-    def __post_init__(self) -> None:
-        for name in ("kv_tokens", "block_size_tokens", "chunk_tokens", "max_seqs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; must be at least 1")
-
-    def hits(self, held: HeldPrefix, most_tokens: int) -> PromptHits:
-        """The tokens that a held prefix saves, at most `most_tokens`."""
-        size = self.block_size_tokens
-        num_device = min(held.num_device * size, most_tokens)
-        num_stored = min(held.num_total * size, most_tokens) - num_device
-        num_disk = min(held.num_disk * size, num_stored)
-        return PromptHits(num_device, num_stored - num_disk, num_disk)
-
-
-@dataclass(slots=True)
-class _Decode:
-    """A request assigned to a decode worker.
-
-    Attributes:
-        num_kv_tokens: KV tokens reserved for the request.
-        is_interactive: whether it is known to be an interactive request, for which batch requests
-            may be parked.
-        can_be_parked: whether it is a batch request that may be parked for interactive ones.
-        num_mean_tokens: KV tokens that the request has on average while it decodes.
-        arrived: whether the request's prompt is computed.
-        late: whether this worker computed the prompt after its first token was due.
-    """
-
-    num_kv_tokens: int
-    is_interactive: bool
-    can_be_parked: bool
-    num_mean_tokens: int
-    arrived: bool = False
-    late: bool = False
 
 
 class QueueLimit(NamedTuple):
@@ -127,16 +41,10 @@ class WorkerLoad:
     Attributes:
         bit: the worker's bit in masks of workers.
         free_at: predicted time when the assigned prefill work is done.
-        num_interactive: number of decodes that are known to be interactive.
+        decodes: the assigned decodes; `LoadIndex.update` must follow a change.
         next_long_gap_at: earliest time at which the worker may compute another prompt that makes
             the gaps of its decodes too long; until then their share of long gaps is used up.
-        reserved_tokens: KV tokens of all assigned decodes including their expected output; decodes
-            count even while another worker still computes their prompts.
-        parkable_tokens: part of reserved_tokens that belongs to decodes that may be parked.
-        free_tokens: KV tokens that no assigned request is expected to need.
-        mean_tokens: KV tokens that all assigned decodes have on average, and that a step attends
-            to on average; `reserved_tokens` is the maximum.
-        load_speeds: measured speeds of its loads from host memory and from disk.
+        tier_speeds: measured speeds of its loads from host memory and from disk.
         prompt_speed: speed of prompts beside the assigned decodes, as a share of the speed of an
             idle worker, (0, 1]. Only kept in elastic cells; elsewhere 1.
         prompt_share: share of a step that goes to prompt tokens while nothing decodes; the rest is
@@ -147,28 +55,21 @@ class WorkerLoad:
     traits: WorkerTraits
     bit: int
     free_at: float = -math.inf
-    num_interactive: int = 0
+    decodes: DecodeSet = field(default_factory=DecodeSet)
     next_long_gap_at: float = -math.inf
-    reserved_tokens: int = 0
-    parkable_tokens: int = 0
-    free_tokens: int = field(init=False)
-    load_speeds: LoadSpeeds = field(init=False)
-    mean_tokens: int = 0
+    tier_speeds: TierSpeeds = field(init=False)
     prompt_speed: float = 1.0
     prompt_share: float = 1.0
     _prompts: PromptQueue = field(default_factory=PromptQueue)
-    _decodes: dict[str, _Decode] = field(default_factory=dict)
     # Time when the present first prompt became the first.
     _first_since: float = -math.inf
     _unassigned_tokens: int = 0
     # Mean time until a step without decodes ends.
     _rest_of_step_s: float = 0.0
-    _num_late: int = 0
 
     def __post_init__(self) -> None:
-        self.free_tokens = self.traits.kv_tokens
         traits = self.traits
-        self.load_speeds = LoadSpeeds(traits.host_bytes_per_s, traits.disk_bytes_per_s)
+        self.tier_speeds = TierSpeeds(traits.host_bytes_per_s, traits.disk_bytes_per_s)
 
     @property
     def num_prefills(self) -> int:
@@ -181,12 +82,12 @@ class WorkerLoad:
 
     @property
     def num_decodes(self) -> int:
-        return len(self._decodes)
+        return len(self.decodes)
 
     @property
-    def num_arrived(self) -> int:
-        """Number of decodes whose prompts are computed."""
-        return sum(one.arrived for one in self._decodes.values())
+    def free_tokens(self) -> int:
+        """KV tokens that no assigned request is expected to need."""
+        return self.traits.kv_tokens - self.decodes.reserved_tokens - self._unassigned_tokens
 
     @property
     def step_s(self) -> float:
@@ -198,49 +99,40 @@ class WorkerLoad:
         """Predicted seconds of a decode step with one short request."""
         return self.traits.latency.decode_step_s(1, 0)
 
-    @property
-    def batch_may_join(self) -> bool:
-        """Whether a batch decode may join regardless of the step time.
-
-        It may if no decode is interactive, and also if all are: then no batch decode is there yet.
-        """
-        return not self.num_interactive or self.num_interactive == len(self._decodes)
-
     def itl_with_s(self, num_requests: int, num_tokens: int) -> float:
         """Predicted seconds per decode step after adding this many requests and KV tokens."""
         return self.traits.latency.decode_step_s(
-            len(self._decodes) + num_requests, self.reserved_tokens + num_tokens
+            len(self.decodes) + num_requests, self.decodes.reserved_tokens + num_tokens
         )
 
     def mean_itl_s(self, num_requests: int = 0, num_tokens: int = 0) -> float:
         """Predicted mean seconds per decode step; arguments as in `itl_with_s`."""
         return self.traits.latency.decode_step_s(
-            len(self._decodes) + num_requests, self.mean_tokens + num_tokens
+            len(self.decodes) + num_requests, self.decodes.mean_tokens + num_tokens
         )
 
     def mean_itl_after_parking_s(self, num_requests: int, num_tokens: int) -> float:
         """The same as `mean_itl_s` after all decodes that may be parked have left."""
-        staying = [one for one in self._decodes.values() if not one.can_be_parked]
-        held = sum(one.num_mean_tokens for one in staying)
-        return self.traits.latency.decode_step_s(len(staying) + num_requests, held + num_tokens)
+        num_staying, held = self.decodes.after_parking()
+        return self.traits.latency.decode_step_s(num_staying + num_requests, held + num_tokens)
 
     def one_step_s(self, now: float) -> float:
         """Predicted seconds until a request that needs one step has run, if it came now.
 
         It waits for half a step on average, and then for its own step.
         """
-        if self._decodes:
+        if self.decodes:
             return 1.5 * self.itl_with_s(0, 0)
         if self._prompts:
             return 1.5 * min(self.queued_s(now), 2 * self._rest_of_step_s or self.step_s)
         return self.traits.latency.prefill_s(1)
 
-    def load_s(self, hits: PromptHits, now: float) -> float:
+    def tier_load_s(self, hits: PromptHits, now: float) -> float:
         """Predicted seconds to load the KV cache of tokens from host memory and from disk."""
         num_host, num_disk = hits.num_host, hits.num_disk
         if not num_host + num_disk:
             return 0.0
-        per_token, speeds = self.traits.kv_bytes_per_token, self.load_speeds
+        per_token, speeds = self.traits.kv_bytes_per_token, self.tier_speeds
         from_host_s = speeds.seconds(Tier.HOST, per_token * (num_host + num_disk), now)
         from_disk_s = speeds.seconds(Tier.DISK, per_token * num_disk, now)
         return _LOAD_BASE_S + from_disk_s + from_host_s
@@ -248,7 +140,7 @@ class WorkerLoad:
     def prompt_s(self, num_tokens: int, hits: PromptHits, now: float) -> float:
         """Predicted seconds to load and compute a prompt of `num_tokens` tokens without a queue."""
         num_new = max(1, num_tokens - hits.num_tokens)
-        load_s = self.load_s(hits, now)
+        load_s = self.tier_load_s(hits, now)
         return self.traits.latency.prefill_s(num_new) + load_s
 
     def queued_s(self, now: float) -> float:
@@ -305,7 +197,7 @@ class WorkerLoad:
         """
         latency = self.traits.latency
         tokens_s = latency.model.chunk_s(0, num_tokens)
-        if self._decodes:
+        if self.decodes:
             # `prompt_speed` includes the base of steps with decodes.
             return tokens_s / self.prompt_speed
         alone_s = latency.prefill_s(num_tokens)
@@ -315,7 +207,7 @@ class WorkerLoad:
 
     def has_late_request(self, now: float) -> bool:
         """Whether an assigned first token is overdue, or its worker decodes after a late one."""
-        return self._num_late > 0 or any(one.due_at < now for one in self._prompts)
+        return self.decodes.num_late > 0 or any(one.due_at < now for one in self._prompts)
 
     def predict_prompt_speed(self, targets: StepTargets, now: float) -> None:
         """Updates `prompt_speed`, and the queue with it, after a change of decodes or targets."""
@@ -323,9 +215,9 @@ class WorkerLoad:
         self._rest_of_step_s = targets.prompt_step_s / 2
         self.prompt_share = prompt_share_alone(model, targets)
         limit_s = math.inf
-        if self.num_interactive:
+        if self.decodes.num_interactive:
             limit_s = targets.expected_limit_s(self.mean_itl_s(), self.single_step_s)
-        streams = Streams(len(self._decodes), self.mean_tokens, limit_s)
+        streams = Streams(len(self.decodes), self.decodes.mean_tokens, limit_s)
         speed = prompt_speed(model, targets, streams, self.prompt_share)
         if speed != self.prompt_speed:
             self._prompts.advance(now, self.prompt_speed)
@@ -391,10 +283,8 @@ class WorkerLoad:
     def prompt_computed(self, request_id: str, now: float) -> None:
         """Removes a prompt whose first token came; idempotent."""
         ended = self._end_prompt(request_id, now, is_computed=True)
-        decode = self._decodes.get(request_id)
-        if ended is not None and decode is not None and ended.due_at < now:
-            decode.late = True
-            self._num_late += 1
+        if ended is not None and ended.due_at < now:
+            self.decodes.mark_late(request_id)
 
     def drop_prompt(self, request_id: str, now: float) -> None:
         """Removes a prompt that the worker stops computing; idempotent."""
@@ -426,73 +316,14 @@ class WorkerLoad:
         until = now + num_steps * self.itl_with_s(0, 0) / share
         self.next_long_gap_at = max(self.next_long_gap_at, until)
 
-    def assign_decode(
-        self,
-        request_id: str,
-        num_kv_tokens: int,
-        *,
-        is_interactive: bool = False,
-        can_be_parked: bool = False,
-        num_mean_tokens: int | None = None,
-    ) -> None:
-        assert request_id not in self._decodes
-        if num_mean_tokens is None:
-            num_mean_tokens = num_kv_tokens
-        self._decodes[request_id] = _Decode(
-            num_kv_tokens, is_interactive, can_be_parked, num_mean_tokens
-        )
-        self.mean_tokens += num_mean_tokens
-        self.num_interactive += is_interactive
-        self.parkable_tokens += num_kv_tokens if can_be_parked else 0
-        self.reserved_tokens += num_kv_tokens
-        self.free_tokens -= num_kv_tokens
-
     def has_prompt(self, request_id: str) -> bool:
         """Whether the prompt of an assigned request is not computed yet."""
         return request_id in self._prompts
-
-    def arrive(self, request_id: str) -> None:
-        """Records that the prompt of a decode is computed."""
-        decode = self._decodes.get(request_id)
-        if decode is not None:
-            decode.arrived = True
 
     def in_blocks(self, num_tokens: int) -> int:
         """Rounds a number of tokens up to whole KV blocks."""
         block_size = self.traits.block_size_tokens
         return -(-num_tokens // block_size) * block_size
-
-    def parkable_tokens_of(self, request_id: str) -> int:
-        """KV tokens that parking a decode frees; 0 if the decode may not be parked."""
-        decode = self._decodes.get(request_id)
-        return decode.num_kv_tokens if decode is not None and decode.can_be_parked else 0
-
-    def outgrows(self, request_id: str, num_kv_tokens: int) -> bool:
-        """Whether a decode needs more KV tokens than are reserved for it."""
-        decode = self._decodes.get(request_id)
-        return decode is not None and num_kv_tokens > decode.num_kv_tokens
-
-    def grow(self, request_id: str, num_kv_tokens: int) -> None:
-        """Reserves at least this many KV tokens for a decode."""
-        decode = self._decodes[request_id]
-        num_more = max(0, num_kv_tokens - decode.num_kv_tokens)
-        decode.num_kv_tokens += num_more
-        self.parkable_tokens += num_more if decode.can_be_parked else 0
-        self.reserved_tokens += num_more
-        self.free_tokens -= num_more
-
-    def end_decode(self, request_id: str) -> bool:
-        """Removes a decode; idempotent. Returns whether it was interactive."""
-        decode = self._decodes.pop(request_id, None)
-        if decode is None:
-            return False
-        self.num_interactive -= decode.is_interactive
-        self._num_late -= decode.late
-        self.mean_tokens -= decode.num_mean_tokens
-        self.parkable_tokens -= decode.num_kv_tokens if decode.can_be_parked else 0
-        self.reserved_tokens -= decode.num_kv_tokens
-        self.free_tokens += decode.num_kv_tokens
-        return decode.is_interactive
 
     def report(self, kv_tokens_used: int) -> None:
         """Updates the load from the number of KV tokens that the worker reports as used.
@@ -500,19 +331,9 @@ class WorkerLoad:
         Tokens are reserved before the worker uses them. Reported tokens beyond the reservations
         belong to requests of a previous coordinator that no client has resumed yet.
         """
-        unassigned = max(0, kv_tokens_used - self.reserved_tokens)
-        self.free_tokens += self._unassigned_tokens - unassigned
-        self._unassigned_tokens = unassigned
+        self._unassigned_tokens = max(0, kv_tokens_used - self.decodes.reserved_tokens)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a sum differs from its parts."""
         self._prompts.check_integrity()
-        decodes = self._decodes.values()
-        assert self.num_interactive == sum(one.is_interactive for one in decodes)
-        assert self._num_late == sum(one.late for one in decodes)
-        assert self.reserved_tokens == sum(one.num_kv_tokens for one in decodes)
-        assert self.mean_tokens == sum(one.num_mean_tokens for one in decodes)
-        parkable = sum(one.num_kv_tokens for one in decodes if one.can_be_parked)
-        assert self.parkable_tokens == parkable
-        taken = self.reserved_tokens + self._unassigned_tokens
-        assert self.free_tokens == self.traits.kv_tokens - taken
+        self.decodes.check_integrity()

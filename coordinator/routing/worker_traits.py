@@ -1,12 +1,14 @@
-"""Derives the worker properties that placement needs from the worker's Hello message."""
+"""Fixed properties of workers that placement needs, and how a Hello message gives them."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 from baton.coordinator.routing.latency import LatencyRegistry, WorkerKind
-from baton.coordinator.routing.worker_load import WorkerTraits
+from baton.coordinator.routing.prefix_match import HeldPrefix
+from baton.coordinator.state.requests import PromptHits
 from baton.runtime import kv_fingerprint
 from baton.runtime.latency import LatencyModel
 from baton.v1 import cluster_pb2
@@ -17,6 +19,85 @@ _HOST_BYTES_PER_S = 10e9
 # Length of the prompt over which a worker's bytes per token are averaged: windows and recurrent
 # states have the same size for every longer prompt.
 _TYPICAL_TOKENS = 4096
+
+
+class Latency(Protocol):
+    """Predicted seconds of prefills and decode steps on a worker kind (runtime/latency.py).
+
+    Attributes:
+        model: the present model of the worker kind.
+    """
+
+    @property
+    def model(self) -> LatencyModel: ...
+    def prefill_s(self, num_tokens: int) -> float: ...
+    def decode_step_s(self, num_requests: int, num_kv_tokens: int) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTraits:
+    """Fixed properties of a worker that routing needs.
+
+    Attributes:
+        latency: latency model of the worker's kind; its fit may change while it is used here.
+        host_id: workers with equal host IDs share memory.
+        kv_tokens: size of the KV cache in tokens.
+        host_kv_tokens: size of the KV store in host memory in tokens; 0: none.
+        host_bytes_per_s, disk_bytes_per_s: assumed speeds of loads; see TierSpeeds.
+        disk_kv_tokens: size of the KV store on disk in tokens; 0: none.
+        block_size_tokens: tokens per KV block.
+        kv_bytes_per_token: bytes of KV cache per token, over all layers and ranks; 0: not known.
+        sends_prefixes: whether the cached beginning of a prompt can be handed over. It cannot for
+            sliding windows and recurrent states, which are kept only for a prompt's last tokens.
+        max_send_bytes, max_receive_bytes: size of the largest handoff.
+        chunk_tokens: maximum number of prompt tokens computed in one step.
+        max_seqs: maximum number of requests in one engine step; further requests wait in the
+            engine.
+    """
+
+    latency: Latency
+    host_id: str
+    kv_tokens: int
+    block_size_tokens: int
+    kv_bytes_per_token: int = 0
+    chunk_tokens: int = 2048
+    max_seqs: int = 2**31
+    host_kv_tokens: int = 0
+    host_bytes_per_s: float = math.inf
+    sends_prefixes: bool = True
+    max_send_bytes: int = 2**63
+    max_receive_bytes: int = 2**63
+    disk_kv_tokens: int = 0
+    disk_bytes_per_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        for name in ("kv_tokens", "block_size_tokens", "chunk_tokens", "max_seqs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; must be at least 1")
+
+    def is_near(self, other: WorkerTraits) -> bool:
+        """Whether both workers are on one host, as far as known."""
+        return self.host_id == other.host_id
+
+    def reusable_tokens(self, num_tokens: int) -> int:
+        """Tokens of a prompt that may come from a cache; see the function `reusable_tokens`."""
+        return reusable_tokens(num_tokens, self.block_size_tokens)
+
+    def hits(self, held: HeldPrefix, most_tokens: int) -> PromptHits:
+        """The tokens that a held prefix saves, at most `most_tokens`."""
+        size = self.block_size_tokens
+        num_device = min(held.num_device * size, most_tokens)
+        num_stored = min(held.num_total * size, most_tokens) - num_device
+        num_disk = min(held.num_disk * size, num_stored)
+        return PromptHits(num_device, num_stored - num_disk, num_disk)
+
+
+def reusable_tokens(num_tokens: int, block_size_tokens: int) -> int:
+    """Tokens of a prompt that may come from a cache: whole blocks without the last token.
+
+    A worker always computes the last token, because it yields the first output token.
+    """
+    return (num_tokens - 1) // block_size_tokens * block_size_tokens
 
 
 def block_size_of(hello: cluster_pb2.Hello) -> int:

@@ -18,6 +18,7 @@ from baton.coordinator.state.pools import POOL_OF, ROLE_OF, Pool
 from baton.coordinator.state.scaling_config import Targets
 from baton.coordinator.state.workers import Worker
 from baton.coordinator.telemetry import times
+from baton.runtime.durations import to_seconds
 from baton.runtime.enum_names import lane_name
 from baton.runtime.errors import (
     FailedPrecondition,
@@ -184,7 +185,7 @@ class ScalingCalls:
         """Writes events until the call is cancelled, one at a time: no event waits in a queue."""
         interval_s = _INTERVAL_S
         if request.HasField("min_interval"):
-            interval_s = request.min_interval.ToNanoseconds() / 1e9
+            interval_s = to_seconds(request.min_interval)
             if not _SHORTEST_INTERVAL_S <= interval_s <= times.LONGEST_S:
                 allowed = f"at least {_SHORTEST_INTERVAL_S:g} s"
                 raise InvalidArgument("min_interval", f"{interval_s:g} s", allowed)

@@ -139,7 +139,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
                 _check_columns(step.tokens)
             post(ev.WorkerStep(worker, step))
         elif kind == "load":
-            post(ev.WorkerLoad(worker, message.load))
+            post(ev.LoadReported(worker, message.load))
         elif kind == "handoff":
             post(ev.WorkerHandoff(worker, message.handoff))
         elif kind == "cache":

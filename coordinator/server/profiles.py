@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from baton.coordinator.state.requests import WorkerKey
+from baton.runtime.durations import to_seconds
 from baton.runtime.errors import (
     BatonError,
     DeadlineExceeded,
@@ -174,7 +175,7 @@ def seconds_of(request: admin_pb2.ProfileRequest) -> float:
     """Seconds to record. Raises InvalidArgument."""
     if not request.HasField("duration"):
         return DEFAULT_PROFILE_S
-    seconds = request.duration.ToNanoseconds() / 1e9
+    seconds = to_seconds(request.duration)
     if not LEAST_PROFILE_S <= seconds <= MOST_PROFILE_S:
         allowed = f"{LEAST_PROFILE_S:g} to {MOST_PROFILE_S:g} s"
         raise InvalidArgument("duration", f"{seconds:g} s", allowed)

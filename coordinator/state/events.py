@@ -91,7 +91,7 @@ class WorkerHeard:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLoad:
+class LoadReported:
     """A worker's load report."""
 
     worker: WorkerKey
@@ -318,7 +318,7 @@ Event = (
     | SessionLost
     | WorkerAttached
     | WorkerHeard
-    | WorkerLoad
+    | LoadReported
     | WorkerStep
     | WorkerHandoff
     | WorkerCache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from baton.runtime.durations import to_seconds
 from baton.runtime.errors import InvalidArgument
 
 LONGEST_S = 3.2e7
@@ -20,7 +21,7 @@ def timestamp(seconds: float) -> Timestamp:
 
 def drain_s(field: str, asked: Duration) -> float:
     """Seconds that requests get to finish during a drain; raises InvalidArgument."""
-    seconds: float = asked.ToNanoseconds() / 1e9
+    seconds = to_seconds(asked)
     if not 0 < seconds <= LONGEST_S:
         allowed = f"more than 0 and at most {LONGEST_S:.0f} s"
         raise InvalidArgument(field, f"{seconds:g} s", allowed)

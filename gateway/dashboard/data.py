@@ -6,11 +6,9 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
-
 from baton.client.doctor import stage_name, summary
 from baton.client.watcher import View
+from baton.runtime.durations import to_seconds
 from baton.runtime.enum_names import enum_name, lane_name, role_name
 from baton.runtime.ttft_target import TtftTarget
 from baton.v1 import admin_pb2, cluster_pb2
@@ -26,9 +24,9 @@ def overview(view: View, requests: Iterable[admin_pb2.RequestInfo]) -> dict[str,
     status = view.status
     return {
         "coordinator": view.address,
-        "at": _seconds(status.at),
-        "window_s": _seconds(status.window),
-        "uptime_s": _seconds(status.uptime),
+        "at": to_seconds(status.at),
+        "window_s": to_seconds(status.window),
+        "uptime_s": to_seconds(status.uptime),
         "model": status.model.name,
         "summary": "" if view.findings else summary(status),
         "findings": [asdict(one) for one in view.findings],
@@ -41,7 +39,7 @@ def overview(view: View, requests: Iterable[admin_pb2.RequestInfo]) -> dict[str,
         if view.decisions is None
         else [
             {
-                "at": _seconds(one.at),
+                "at": to_seconds(one.at),
                 "pool": role_name(one.role),
                 "from_workers": one.from_workers,
                 "to_workers": one.to_workers,
@@ -63,13 +61,13 @@ def request(info: admin_pb2.RequestInfo) -> dict[str, Any]:
         "route": info.route,
         "prompt_tokens": info.prompt_tokens,
         "output_tokens": info.completion_tokens,
-        "arrived_at": _seconds(info.arrived_at),
-        "age_ms": _seconds(info.age) * 1e3,
+        "arrived_at": to_seconds(info.arrived_at),
+        "age_ms": to_seconds(info.age) * 1e3,
         "error": info.error,
         "ttft_ms": info.budget.ttft_us / 1e3,
         "total_ms": info.budget.total_us / 1e3,
-        "ttft_target_ms": _seconds(info.ttft_target) * 1e3 or None,
-        "itl_target_ms": _seconds(info.itl_target) * 1e3 or None,
+        "ttft_target_ms": to_seconds(info.ttft_target) * 1e3 or None,
+        "itl_target_ms": to_seconds(info.itl_target) * 1e3 or None,
         "stages": [
             {
                 "stage": stage_name(one.stage),
@@ -129,7 +127,7 @@ def _lane(lane: admin_pb2.LaneStatus) -> dict[str, Any]:
         "lane": lane_name(lane.info.lane),
         "queued": lane.info.num_queued,
         "running": lane.info.num_running,
-        "oldest_wait_ms": _seconds(lane.info.oldest_wait) * 1e3,
+        "oldest_wait_ms": to_seconds(lane.info.oldest_wait) * 1e3,
         "admitted": lane.num_admitted,
         "ended": lane.num_ended,
         "failed": lane.num_failed,
@@ -178,13 +176,13 @@ def _worker(worker: admin_pb2.WorkerStatus) -> dict[str, Any]:
         "waiting": worker.num_waiting,
         "kv_used": _share(worker.kv_tokens_used, worker.kv_tokens_total),
         "staging_used": _share(worker.staging_bytes_used, worker.staging_bytes_total),
-        "attached_s": _seconds(worker.attached_for),
+        "attached_s": to_seconds(worker.attached_for),
     }
 
 
 def _sample(sample: admin_pb2.StatusSample) -> dict[str, Any]:
     return {
-        "at": _seconds(sample.at),
+        "at": to_seconds(sample.at),
         "pools": {
             role_name(one.role): {
                 "serving": one.num_serving,
@@ -204,10 +202,6 @@ def _sample(sample: admin_pb2.StatusSample) -> dict[str, Any]:
             for one in sample.lanes
         },
     }
-
-
-def _seconds(value: Duration | Timestamp) -> float:
-    return value.ToNanoseconds() / 1e9
 
 
 def _share(used: int, total: int) -> float | None:

@@ -8,6 +8,7 @@ from worker_parts import Remains, family, stopped
 
 from baton.client import AdminClient, BatonClient, Tokens
 from baton.client.errors import UnavailableError
+from baton.runtime.durations import to_seconds
 from baton.v1 import admin_pb2
 
 PROMPT = list(range(5, 305))
@@ -162,7 +163,7 @@ async def test_a_resumed_worker_sends_no_stale_tokens_and_serves_again(new_clust
         async with asyncio.timeout(SOON_S):
             while True:
                 woken = (await attached(cluster))["d1"]
-                silent_s = woken.silent_for.ToNanoseconds() / 1e9
+                silent_s = to_seconds(woken.silent_for)
                 if silent_s < 0.3 and not woken.load.num_running + woken.load.kv_tokens_used:
                     break
                 await asyncio.sleep(0.05)

@@ -80,7 +80,7 @@ class RandomCoordinator:
         if not self.listens:
             self._cell.at(self.frozen_until, lambda: self.post(event))
             return
-        if not isinstance(event, ev.WorkerLoad | ev.Tick):
+        if not isinstance(event, ev.LoadReported | ev.Tick):
             self._cell.log("  ", event)
         for effect in self.core.handle(event, self._cell.now):
             self._carry_out(effect)

@@ -224,7 +224,7 @@ def _event(worker: tuple[str, int], message: cluster_pb2.WorkerMessage) -> ev.Ev
     if kind == "step":
         return ev.WorkerStep(worker, message.step)
     if kind == "load":
-        return ev.WorkerLoad(worker, message.load)
+        return ev.LoadReported(worker, message.load)
     if kind == "handoff":
         return ev.WorkerHandoff(worker, message.handoff)
     if kind == "cache":

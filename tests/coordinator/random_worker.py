@@ -19,6 +19,7 @@ from random_conditions import SHAPE
 from baton.engine.attempts import Attempt
 from baton.engine.base import EngineOutput, Finish
 from baton.runtime.block_hashes import block_hashes, root_of
+from baton.runtime.durations import to_seconds
 from baton.runtime.errors import (
     BatonError,
     DeadlineExceeded,
@@ -223,7 +224,7 @@ class RandomWorker:
             self.role = command.role
             self._post_state()
         elif kind == "drain":
-            self.drain(command.timeout.ToNanoseconds() / 1e9)
+            self.drain(to_seconds(command.timeout))
         elif kind == "release":
             self._released = True
             self._leave_if_idle()
@@ -289,7 +290,7 @@ class RandomWorker:
         )
         held = self.held[spec.request_id] = Held(attempt, output)
         late = DeadlineExceeded("the request's deadline passed on the worker")
-        self._after(spec.timeout.ToNanoseconds() / 1e9, held, lambda: self._fail(held, late))
+        self._after(to_seconds(spec.timeout), held, lambda: self._fail(held, late))
         if rng.random() < conditions.p_refused:
             refusals: list[BatonError] = [
                 Internal("the engine failed this request"),
@@ -305,7 +306,7 @@ class RandomWorker:
         elif (state := self.receives.get(attempt.handoff.handoff_id)) is not None:
             self._received(held, state)
         else:
-            timeout_s = attempt.handoff.commit_timeout.ToNanoseconds() / 1e9
+            timeout_s = to_seconds(attempt.handoff.commit_timeout)
             self._after(timeout_s, held, lambda: self._compute_prompt(held))
         return None
 

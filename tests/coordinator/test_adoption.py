@@ -268,7 +268,7 @@ def test_an_adopted_output_without_a_client_keeps_its_reservation_until_it_ends(
     assert free_before <= 65536 - 1005
     assert entry.num_decodes == 1
     # Load reports of the worker do not change the reservation.
-    world.handle(ev.WorkerLoad(("d", 1), cluster_pb2.LoadReport(kv_tokens_used=1005)))
+    world.handle(ev.LoadReported(("d", 1), cluster_pb2.LoadReport(kv_tokens_used=1005)))
     assert entry.free_tokens == free_before
     restarted.report(out, 5, 7)
     assert entry.free_tokens <= 65536 - 1007
@@ -287,7 +287,7 @@ def test_an_adopted_output_without_a_client_keeps_its_reservation_until_it_ends(
         world.handle(ev.WorkerLost("d", "was killed"))
         world.attach("d", DECODE, 2)
         entry = world.core.placers.load(world.core.workers.by_id("d"))
-    world.handle(ev.WorkerLoad(("d", 1), cluster_pb2.LoadReport()))
+    world.handle(ev.LoadReported(("d", 1), cluster_pb2.LoadReport()))
     assert (entry.free_tokens, entry.num_decodes) == (65536, 0)
 
 

@@ -187,7 +187,7 @@ def test_requests_waiting_for_kv_room_are_no_prefill_work(outgrown):
         made.submit(500, 500)
     made.run(made.now + 1)
     entry = made.core.placers.load(made.core.workers.by_id("d"))
-    entry.report(sum(one.num_kv_tokens for one in entry._decodes.values()) + outgrown)
+    entry.report(entry.decodes.reserved_tokens + outgrown)
     assert (entry.free_tokens < 0) == (outgrown > 0)
     seen = lane(made.core.observer().observe(ScalingConfig(), made.now))
     assert seen.num_waiting > 0

@@ -99,7 +99,7 @@ def machine(World, output) -> type[RuleBasedStateMachine]:
                     change = cluster_pb2.WorkerStateChanged(state=DRAINING)
             if change is not None:
                 self.world.handle(ev.WorkerChanged(key, change))
-            self.world.handle(ev.WorkerLoad(key, cluster_pb2.LoadReport(num_running=1)))
+            self.world.handle(ev.LoadReported(key, cluster_pb2.LoadReport(num_running=1)))
 
         @rule(worker=st.sampled_from(["p2", "d2"]))
         def drain(self, worker):

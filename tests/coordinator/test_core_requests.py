@@ -272,18 +272,18 @@ def test_the_reservation_grows_with_an_output_longer_than_expected(world, out):
     _, request_id = begin(world, out, sampling={"max_tokens": 400})
     request, load = world.core.request(request_id), world.core.placers.load
     worker = world.core.workers.by_id("d")
-    rooms = {load(worker).reserved_tokens}
+    rooms = {load(worker).decodes.reserved_tokens}
     for offset in range(1, 399):
         if offset % 7:
             world.step_columns("d", (request.handle, offset, offset))
         else:
             world.step("d", out(request_id, [offset], offset))
-        rooms.add(load(worker).reserved_tokens)
-        assert 20 + len(request.token_ids) <= load(worker).reserved_tokens
+        rooms.add(load(worker).decodes.reserved_tokens)
+        assert 20 + len(request.token_ids) <= load(worker).decodes.reserved_tokens
     # The first reservation is for 256 expected output tokens; 420 tokens are 27 blocks of 16.
     assert (min(rooms), max(rooms)) == (288, 432)
     world.step("d", out(request_id, [399], 399, finish=STOP))
-    assert (load(worker).reserved_tokens, load(worker).free_tokens) == (0, 65536)
+    assert (load(worker).decodes.reserved_tokens, load(worker).free_tokens) == (0, 65536)
 
 
 def test_column_format_tokens_of_ended_attempts_are_dropped(world, out):

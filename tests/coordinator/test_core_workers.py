@@ -72,7 +72,7 @@ def test_decode_steps_are_those_of_the_workers_that_decode(new_world, elastic, n
         step = cluster_pb2.StepSample(num_decodes=num_decodes, duration_us=20_000)
         prompt = cluster_pb2.StepSample(num_prefill_tokens=64, duration_us=90_000)
         load = cluster_pb2.LoadReport(num_steps=2, num_running=4, steps=[step, prompt])
-        world.handle(ev.WorkerLoad((name, 1), load))
+        world.handle(ev.LoadReported((name, 1), load))
     window = world.core.stats.recent.window(world.now)
     assert (window.steps.num, window.mixed_steps.num) == (num_counted, 0)
 

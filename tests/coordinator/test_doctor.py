@@ -13,6 +13,7 @@ from baton.client.doctor import Kind
 from baton.coordinator.server import admin
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.scaling_config import Targets
+from baton.runtime.durations import to_seconds
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 
@@ -147,7 +148,7 @@ def full_caches() -> LiveCell:
 def full_staging() -> LiveCell:
     cell = healthy()
     load = cluster_pb2.LoadReport(staging_bytes_used=95, staging_bytes_total=100)
-    cell.post(ev.WorkerLoad(("d0", 1), load))
+    cell.post(ev.LoadReported(("d0", 1), load))
     return cell
 
 
@@ -445,4 +446,4 @@ def test_how_long_a_cell_is_up_does_not_go_by_the_wall_clock(monkeypatch):
     cell = healthy()
     # The wall clock may be set, for example by NTP.
     monkeypatch.setattr(admin.time, "time", lambda: 0.0)
-    assert cell.status().uptime.ToNanoseconds() / 1e9 == pytest.approx(cell.now)
+    assert to_seconds(cell.status().uptime) == pytest.approx(cell.now)

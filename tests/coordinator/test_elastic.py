@@ -15,7 +15,7 @@ from baton.coordinator.routing.elastic_candidates import Demand, ElasticCandidat
 from baton.coordinator.routing.prefix_fetches import PrefixFetches
 from baton.coordinator.routing.prompt_demand import PromptDemand
 from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import WorkerTraits
+from baton.coordinator.routing.worker_traits import WorkerTraits
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import Pool
@@ -112,7 +112,7 @@ class Cell:
         return found
 
     def num_decodes(self) -> list[int]:
-        entries = (self.router.load(key(name)) for name in "abcd")
+        entries = (self.router.loads.get(key(name)) for name in "abcd")
         return [entry.num_decodes for entry in entries if entry is not None]
 
 
@@ -182,7 +182,7 @@ def test_a_prompt_beside_decodes_pays_no_base_of_its_own():
     cell = Cell("a")
     alone_s = cell.place().prefill.work_s
     cell.start()
-    speed = cell.router.load(key("a")).prompt_speed
+    speed = cell.router.loads.get(key("a")).prompt_speed
     assert cell.place().prefill.work_s * speed == pytest.approx(alone_s - MODEL.prefill_base_s)
 
 
@@ -322,7 +322,7 @@ def test_half_a_step_without_decodes_may_be_left_before_a_shorter_prompt():
     choice = PrefillChoice(key("a"), 0.0, 0.5, 5000)
     cell.router.assign_prefill("long", choice, [])
     for prompt_step_s in (0.2, 0.1):
-        cell.router.set_step_targets(StepTargets(ITL_S, ITL_S, prompt_step_s))
+        cell.router.loads.set_step_targets(StepTargets(ITL_S, ITL_S, prompt_step_s))
         found = cell.place(100).prefill
         assert found.predicted_s - found.work_s == pytest.approx(prompt_step_s / 2)
 
@@ -384,7 +384,7 @@ def test_prompts_take_longer_once_a_worker_decodes():
     """Their work was predicted for a worker that decodes nothing."""
     cell = Cell("a")
     cell.start(3000, computed=False)
-    load = cell.router.load(key("a"))
+    load = cell.router.loads.get(key("a"))
     alone_s = load.queued_s(0.0) * load.prompt_speed
     for _ in range(4):
         cell.start(16, computed=False, continues=True)
@@ -399,7 +399,7 @@ def test_the_work_of_prompts_is_that_of_a_worker_without_decodes():
     for _ in range(MOST):
         cell.start(16, continues=True)
     cell.start(3000, computed=False)
-    load = cell.router.load(key("a"))
+    load = cell.router.loads.get(key("a"))
     assert load.work_s(0.0) == pytest.approx(0.3, rel=0.05)
     assert load.queued_s(0.0) > 2 * load.work_s(0.0)
 

@@ -140,7 +140,7 @@ def test_nothing_of_the_victim_is_left(world, out, state, victim, how):
     finish(world, out, to)
     router = router_of(world)
     for name in {HOLDER, READER, OTHER} - {dead}:
-        load = router.load((name, 1))
+        load = router.loads.get((name, 1))
         assert (load.num_prefills, load.num_decodes) == (1 if name == HOLDER else 0, 0)
     router.check_integrity()
     assert not world.core.num_requests

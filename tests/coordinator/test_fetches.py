@@ -13,11 +13,12 @@ from baton.coordinator.routing.choices import NoPlacement, PrefillChoice
 from baton.coordinator.routing.elastic_candidates import Demand
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.transfers import Transfers
-from baton.coordinator.routing.worker_load import WorkerTraits
+from baton.coordinator.routing.worker_traits import WorkerTraits
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import Request
 from baton.runtime.block_hashes import block_hashes
+from baton.runtime.durations import to_seconds
 from baton.runtime.latency import LatencyModel
 from baton.runtime.step_budget import StepTargets
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
@@ -193,7 +194,7 @@ def test_a_prefix_that_a_worker_only_expects_is_not_fetched_from_it():
 def test_a_holder_that_gets_no_work_sends_nothing():
     found = router("a", "b")
     holds(found, "b", 150)
-    found.set_pool(B, None)
+    found.loads.set_pool(B, None)
     for choice in both(found):
         assert (choice.worker, choice.fetch) == (A, None)
 
@@ -466,12 +467,12 @@ def test_a_slow_worker_is_asked_less(new_world, out):
     world = cell(new_world)
     world.submit(num_prompt=900)
     read = world.commands["r"][0]
-    world.after(read.fetch.timeout.ToNanoseconds() / 1e9 + 0.01)
+    world.after(to_seconds(read.fetch.timeout) + 0.01)
     first_output(world, out, "r")
     assert world.commands["h"][1].handoff_id == read.fetch.handoff_id
     num_bytes = 10**9
     took_s = router_of(world).transfers.seconds((("h", 1), ("r", 1)), num_bytes, near=True)
-    timeout_s = read.fetch.timeout.ToNanoseconds() / 1e9
+    timeout_s = to_seconds(read.fetch.timeout)
     assert took_s == pytest.approx(2 * timeout_s / (SIZE * 256) * num_bytes)
 
 

@@ -9,7 +9,8 @@ from baton.coordinator.routing.choices import PrefillChoice
 from baton.coordinator.routing.elastic_candidates import Demand
 from baton.coordinator.routing.prefix_match import HeldPrefix
 from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import WorkerLoad, WorkerTraits
+from baton.coordinator.routing.worker_load import WorkerLoad
+from baton.coordinator.routing.worker_traits import WorkerTraits
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import PromptHits
@@ -71,10 +72,10 @@ def test_a_prompt_saves_its_device_blocks_and_loads_the_host_blocks_behind_them(
     assert kind.hits(HeldPrefix(2, 5), 40) == PromptHits(32, 8)
     assert kind.hits(HeldPrefix(5, 5), 48) == PromptHits(48, 0)
     load = load_of(kind)
-    assert load.load_s(PromptHits(), 0.0) == 0
-    assert load.load_s(PromptHits(0, 1000), 0.0) == pytest.approx(0.01, abs=0.002)
+    assert load.tier_load_s(PromptHits(), 0.0) == 0
+    assert load.tier_load_s(PromptHits(0, 1000), 0.0) == pytest.approx(0.01, abs=0.002)
     assert load.prompt_s(100, PromptHits(32, 48), 0.0) == pytest.approx(
-        MODEL.prefill_s(20) + load.load_s(PromptHits(0, 48), 0.0)
+        MODEL.prefill_s(20) + load.tier_load_s(PromptHits(0, 48), 0.0)
     )
 
 
@@ -83,10 +84,10 @@ def test_blocks_on_disk_take_longer_than_those_in_host_memory():
     assert kind.hits(HeldPrefix(2, 5, 2), 1000) == PromptHits(32, 16, 32)
     assert kind.hits(HeldPrefix(2, 5, 2), 40) == PromptHits(32, 0, 8)
     load = load_of(kind)
-    assert load.load_s(PromptHits(0, 0, 1000), 0.0) == pytest.approx(0.1 + 0.01, abs=0.002)
-    assert load.load_s(PromptHits(0, 500, 500), 0.0) == pytest.approx(0.05 + 0.01, abs=0.002)
+    assert load.tier_load_s(PromptHits(0, 0, 1000), 0.0) == pytest.approx(0.1 + 0.01, abs=0.002)
+    assert load.tier_load_s(PromptHits(0, 500, 500), 0.0) == pytest.approx(0.05 + 0.01, abs=0.002)
     assert load.prompt_s(100, PromptHits(32, 16, 32), 0.0) == pytest.approx(
-        MODEL.prefill_s(20) + load.load_s(PromptHits(0, 16, 32), 0.0)
+        MODEL.prefill_s(20) + load.tier_load_s(PromptHits(0, 16, 32), 0.0)
     )
     found = router("a", "b", "c", disk_bytes_per_s=1e9)
     holds(found, "b", 150, cluster_pb2.CACHE_TIER_DISK)
@@ -104,7 +105,7 @@ def test_a_worker_that_holds_the_prefix_in_any_tier_is_preferred(tier):
     assert choice.worker == ("b", 1)
     assert choice.hits == tuple(2400 if one == tier else 0 for one in _TIERS)
     assert choice.num_work_tokens == 800
-    load_s = load_of(traits()).load_s(choice.hits, 0.0)
+    load_s = load_of(traits()).tier_load_s(choice.hits, 0.0)
     assert choice.predicted_s == pytest.approx(MODEL.prefill_s(800) + load_s)
     placed = elastic_choices(found, fetches=False).place(match, DEMAND)
     assert placed.prefill == choice
@@ -138,7 +139,7 @@ def test_a_worker_whose_loads_were_slow_gets_no_prompt_that_needs_one(tier):
     assert choices.place(match, DEMAND).prefill.worker == ("b", 1)
     slow, none = cluster_pb2.TierLoads(num_bytes=10**8, duration_us=10**6), cluster_pb2.TierLoads()
     loads = (slow, none) if tier == cluster_pb2.CACHE_TIER_HOST else (none, slow)
-    found.report_loads(("b", 1), *loads)
+    found.report_tier_loads(("b", 1), *loads)
     assert choices.place(match, DEMAND).prefill.worker == ("a", 1)
     assert pool_choices(found, fetches=False).choose_prefill(match, len(PROMPT)).worker == ("a", 1)
 

@@ -40,7 +40,7 @@ def decodes(count: int, seed: int = 1) -> list[cluster_pb2.StepSample]:
 
 def report(world, worker_id: str, steps, incarnation: int = 1) -> None:
     load = cluster_pb2.LoadReport(steps=steps)
-    world.handle(ev.WorkerLoad((worker_id, incarnation), load))
+    world.handle(ev.LoadReported((worker_id, incarnation), load))
 
 
 def described(world, worker_id: str):
@@ -181,7 +181,7 @@ async def test_operators_see_the_fit_of_each_worker(coordinator, channel, say_he
     assert (seeded.num_samples, seeded.HasField("error_p50")) == (0, False)
     for seed in range(20):
         load = cluster_pb2.LoadReport(steps=decodes(100, seed))
-        post(ev.WorkerLoad(("d", 1), load), 0.0)
+        post(ev.LoadReported(("d", 1), load), 0.0)
     fitted = await latency()
     step_ms = (
         fitted.step_base_ms + 8 * fitted.step_per_request_ms + 2400 * fitted.step_per_kv_token_ms
@@ -240,7 +240,7 @@ async def test_the_simulated_engines_own_model_comes_back(world, monkeypatch, tm
                         duration_us=round(sample.duration_s * 1e6),
                         prefill_token_squares=sample.prefill_token_squares,
                     )
-                    for sample in engine.load().samples
+                    for sample in engine.take_load().samples
                 ],
             )
     await engine.stop()

@@ -10,6 +10,7 @@ from live_status import LiveCell
 
 from baton.coordinator.telemetry.recent import MAX_TENANTS, OTHERS, WINDOW_S, Recent
 from baton.coordinator.telemetry.sketch import ACCURACY, Sketch
+from baton.runtime.durations import to_seconds
 from baton.v1 import cluster_pb2, common_pb2
 
 LANE = common_pb2.LANE_INTERACTIVE
@@ -99,7 +100,7 @@ def test_the_history_ends_now():
     status = cell.status(include_history=True)
     serving = [[pool.num_serving for pool in one.pools] for one in status.history]
     assert serving == [[1, 1]] * 4 + [[1, 0]]
-    times_s = [one.at.ToNanoseconds() / 1e9 for one in status.history]
+    times_s = [to_seconds(one.at) for one in status.history]
     assert times_s == sorted(times_s)
     before, *after = (one.lanes[0] for one in status.history)
     assert (before.ttft_p95_us, before.itl_p95_us) == (0, 0)
@@ -147,4 +148,4 @@ def test_the_oldest_wait_leaves_out_the_time_on_a_worker():
     cell.after(3)
     lane = cell.status().lanes[0].info
     assert lane.num_queued == 2
-    assert 4 < lane.oldest_wait.ToNanoseconds() / 1e9 < 6
+    assert 4 < to_seconds(lane.oldest_wait) < 6

@@ -14,7 +14,8 @@ from worker_choices import pool_choices
 from baton.coordinator.routing.choices import DecodeChoice, PrefillChoice
 from baton.coordinator.routing.request_needs import DecodeNeeds
 from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import NO_QUEUE_LIMIT, QueueLimit, WorkerTraits
+from baton.coordinator.routing.worker_load import NO_QUEUE_LIMIT, QueueLimit
+from baton.coordinator.routing.worker_traits import WorkerTraits
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import SessionKey, WorkerKey
 from baton.runtime.block_hashes import block_hashes
@@ -189,14 +190,14 @@ def test_full_gone_and_paused_workers_get_nothing() -> None:
     cluster = Cluster("a", "b", "c", max_requests=1)
     router = cluster.router
     router.remove_worker(key("a"))
-    router.set_pool(key("b"), None)
+    router.loads.set_pool(key("b"), None)
     assert cluster.send("1", prompt(1)).worker == key("c")
-    assert router.idlest_prefill() is None
+    assert router.loads.idlest_prefill() is None
     hashes = block_hashes(prompt(1), BLOCK)
     assert pool_choices(router).choose_prefill(router.match(hashes), 320) is None
     cluster.done("1")
-    assert router.idlest_prefill().queued_s(router.now) == 0.0
-    router.set_pool(key("b"), Pool.PREFILL)
+    assert router.loads.idlest_prefill().queued_s(router.now) == 0.0
+    router.loads.set_pool(key("b"), Pool.PREFILL)
     cluster.send("2", prompt(1))
     assert cluster.send("3", prompt(1)).worker == key("b")
     router.remove_worker(key("b"))
@@ -374,10 +375,10 @@ def test_outputs_that_outgrow_what_was_expected_take_room() -> None:
     for num_tokens, num_free in ((417, 752), (400, 752), (1000, 176)):
         router.grow("1", key("a"), num_tokens)
         router.check_integrity()
-        assert router.load(key("a")).free_tokens == num_free
+        assert router.loads.get(key("a")).free_tokens == num_free
     assert decode(router, "3", prompt(3, 200), output=16) is None
     router.release("1", None, key("a"))
-    assert router.load(key("a")).free_tokens == 1184
+    assert router.loads.get(key("a")).free_tokens == 1184
     assert not router.outgrows("1", key("a"), 1001)
 
 
@@ -388,12 +389,12 @@ def test_what_a_worker_holds_of_what_is_assigned_to_it_counts_once() -> None:
     router.first_token("1", None, key("a"))
     assert decode(router, "under way", prompt(2, 400), output=16) is not None
     router.report_kv(key("a"), 400 + 384)
-    assert router.load(key("a")).free_tokens == 1600 - 2 * 416
+    assert router.loads.get(key("a")).free_tokens == 1600 - 2 * 416
     assert decode(router, "3", prompt(3, 600), output=16) is not None
     # Tokens beyond the reservations belong to requests of an earlier coordinator.
     router.report_kv(key("a"), 1500)
     router.check_integrity()
-    assert router.load(key("a")).free_tokens == 100
+    assert router.loads.get(key("a")).free_tokens == 100
 
 
 def test_decodes_per_worker_are_limited() -> None:
@@ -435,12 +436,12 @@ def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -
     grown: set[str] = set()
     for count, (kind, number, length) in enumerate(steps):
         worker = key(names[number % 4])
-        if kind == "add" and router.load(worker) is None:
+        if kind == "add" and router.loads.get(worker) is None:
             router.add_worker(worker, traits(kv_tokens=256), list(Pool)[number % 2])
         elif kind == "remove":
             router.remove_worker(worker)
-        elif kind == "pause" and router.load(worker) is not None:
-            router.set_pool(worker, None)
+        elif kind == "pause" and router.loads.get(worker) is not None:
+            router.loads.set_pool(worker, None)
         elif kind == "send":
             hashes = block_hashes(prompt(number, length), BLOCK)
             match = router.match(hashes)
@@ -461,7 +462,7 @@ def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -
             (router.first_token if kind == "first" else router.release)(*requests[number])
         router.check_integrity()
         for name in names:
-            entry = router.load(key(name))
+            entry = router.loads.get(key(name))
             assert entry is None or entry.free_tokens >= 0 or grown
         match = router.match(block_hashes(prompt(number, 64), BLOCK))
         for limit in (
@@ -474,7 +475,7 @@ def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -
     for request in requests:
         router.release(*request)
     for name in names:
-        if (entry := router.load(key(name))) is not None:
+        if (entry := router.loads.get(key(name))) is not None:
             assert (entry.num_prefills, entry.num_decodes, entry.queued_s(router.now)) == (
                 0,
                 0,

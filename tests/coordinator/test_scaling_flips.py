@@ -44,7 +44,7 @@ def loaded(made, worker_id, **fields):
     """Sends the worker's next load report."""
     worker = made.core.workers.by_id(worker_id)
     load = cluster_pb2.LoadReport(num_steps=worker.num_steps + 1, **fields)
-    made.world.handle(ev.WorkerLoad(worker.key, load))
+    made.world.handle(ev.LoadReported(worker.key, load))
 
 
 def decoding(made, out, num_known, *, max_tokens, **options):

@@ -48,7 +48,7 @@ def test_the_silence_limit_adapts_to_each_worker(two_pairs, out, silences_s, not
         two_pairs.after(0.5)
         report = cluster_pb2.LoadReport(num_steps=beat)
         for worker in two_pairs.core.workers:
-            two_pairs.handle(ev.WorkerLoad(worker.key, report))
+            two_pairs.handle(ev.LoadReported(worker.key, report))
     to = two_pairs.submit()
     ((prefiller, prefill),) = prefills(two_pairs)
     two_pairs.step(prefiller, out("r1", [7], finish=0))
@@ -121,11 +121,11 @@ def test_a_stopped_coordinator_declares_no_worker_silent(two_pairs, stopped_s, o
     to = two_pairs.submit()
     ((prefiller, _),) = prefills(two_pairs)
     load = cluster_pb2.LoadReport(num_steps=1, num_running=1)
-    two_pairs.handle(ev.WorkerLoad((prefiller, 1), load))
+    two_pairs.handle(ev.LoadReported((prefiller, 1), load))
     two_pairs.now += stopped_s
     # Overdue timers run before the messages that arrived during the stop.
     two_pairs.handle(ev.Tick())
-    two_pairs.handle(ev.WorkerLoad((prefiller, 1), load))
+    two_pairs.handle(ev.LoadReported((prefiller, 1), load))
     hear_all_but(two_pairs)
     assert two_pairs.core.request("r1").attempt == 1
     assert len(list(two_pairs.core.workers)) == 4
@@ -156,7 +156,7 @@ def test_a_short_stop_of_the_coordinator_declares_no_punctual_worker_silent(
         report = cluster_pb2.LoadReport(num_steps=beat)
         for worker in two_pairs.core.workers:
             two_pairs.after(0.12)
-            two_pairs.handle(ev.WorkerLoad(worker.key, report))
+            two_pairs.handle(ev.LoadReported(worker.key, report))
     # Repeat with a different number of heartbeats, so that the timers have different phases.
     for beats in range(8):
         for _ in range(beats):
@@ -172,7 +172,7 @@ def test_a_short_stop_of_the_coordinator_declares_no_punctual_worker_silent(
         for _ in range(60):
             two_pairs.after(0.4)
             for worker in two_pairs.core.workers:
-                two_pairs.handle(ev.WorkerLoad(worker.key, report))
+                two_pairs.handle(ev.LoadReported(worker.key, report))
     # A silence after the stop is noticed as usual.
     begun_at = two_pairs.now
     while not two_pairs.core.workers.by_id(decoder).unresponsive:
@@ -202,14 +202,14 @@ def report_steps(world, name, seconds, num_steps, num_running=0):
         world.after(0.5)
         hear_all_but(world, name)
         load = cluster_pb2.LoadReport(num_steps=num_steps, num_running=num_running)
-        world.handle(ev.WorkerLoad((name, 1), load))
+        world.handle(ev.LoadReported((name, 1), load))
 
 
 def test_an_engine_with_a_constant_step_count_is_stuck(two_pairs):
     two_pairs.submit()
     ((prefiller, _),) = prefills(two_pairs)
     load = cluster_pb2.LoadReport(num_steps=1, num_running=1)
-    two_pairs.handle(ev.WorkerLoad((prefiller, 1), load))
+    two_pairs.handle(ev.LoadReported((prefiller, 1), load))
     report_steps(two_pairs, prefiller, 19, num_steps=1, num_running=1)
     assert two_pairs.core.request("r1").attempt == 1
     report_steps(two_pairs, prefiller, 2, num_steps=1, num_running=1)

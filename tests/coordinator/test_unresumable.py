@@ -59,7 +59,7 @@ def test_a_role_change_waits_until_the_output_ends(cell, out, seeded):
     for _ in range(400):
         cell.after(1.0)
         for worker in cell.core.workers:
-            cell.handle(ev.WorkerLoad(worker.key, cluster_pb2.LoadReport()))
+            cell.handle(ev.LoadReported(worker.key, cluster_pb2.LoadReport()))
     assert finishes(cell, out, seeded)
     assert isinstance(cell.commands[worker_id][-1], cluster_pb2.SetRoleCommand)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from worker_choices import pool_choices
 
 from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import WorkerTraits
+from baton.coordinator.routing.worker_traits import WorkerTraits
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.block_hashes import block_hashes

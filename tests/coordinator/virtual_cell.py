@@ -390,7 +390,7 @@ class VirtualCell:
     def _beat(self, worker: _Worker) -> None:
         if worker.gone:
             return
-        self.post(ev.WorkerLoad(worker.key, worker.report()))
+        self.post(ev.LoadReported(worker.key, worker.report()))
         # The workers' heartbeats have random phases.
         self.at(
             self.now + self._heartbeat_s * self.random.uniform(0.95, 1.05),

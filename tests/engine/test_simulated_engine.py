@@ -40,7 +40,7 @@ async def engine(model: str) -> AsyncIterator[SimulatedEngine]:
     yield engine
     await engine.stop()
     engine.check_integrity()
-    assert engine.load().kv_tokens_used == 0
+    assert engine.take_load().kv_tokens_used == 0
 
 
 def request(
@@ -103,7 +103,7 @@ async def test_tokens_are_the_hash_chain_beside_any_other_requests(
         assert found[name].tokens == expected
         assert found[name].text == vocabulary.tokenizer.decode(expected)
         assert found[name].last.finish is Finish.LENGTH
-    assert engine.load().kv_tokens_used == 0
+    assert engine.take_load().kv_tokens_used == 0
 
 
 async def test_a_prompt_longer_than_a_step_is_computed_in_chunks(
@@ -113,7 +113,7 @@ async def test_a_prompt_longer_than_a_step_is_computed_in_chunks(
     prompt = [index % 200 for index in range(300)]
     found = await answers(engine, request("a", prompt, max_tokens=2))
     assert found["a"].tokens == expected_tokens(vocabulary, prompt, 2)
-    samples = engine.load().samples
+    samples = engine.take_load().samples
     assert [sample.num_prefill_tokens for sample in samples] == [64, 64, 64, 64, 44, 0]
     assert [sample.num_decodes for sample in samples] == [0, 0, 0, 0, 0, 1]
     await engine.stop()
@@ -313,7 +313,7 @@ async def test_without_room_requests_are_preempted_and_still_right(
     )
     for name, prompt in prompts.items():
         assert found[name].tokens == expected_tokens(vocabulary, prompt, 90)
-    assert engine.load().kv_tokens_used == 0
+    assert engine.take_load().kv_tokens_used == 0
     await engine.stop()
 
 
@@ -326,9 +326,9 @@ async def test_abort_frees_blocks_and_silences_queued_outputs(engine: SimulatedE
         for _ in range(5):
             step = await engine.next_step()
             assert {output.request_id for output in step.outputs} <= {"b"}
-    assert engine.load().num_running == 1
+    assert engine.take_load().num_running == 1
     await engine.abort(["b"])
-    load = engine.load()
+    load = engine.take_load()
     assert (load.kv_tokens_used, load.num_running, load.num_waiting) == (0, 0, 0)
 
 
@@ -347,7 +347,7 @@ async def test_a_preempted_prefill_starts_over(model: str, vocabulary: Vocabular
             for output in (await engine.next_step()).outputs:
                 tokens += output.token_ids
     assert tokens == expected_tokens(vocabulary, prompt, 1)
-    assert engine.load().kv_tokens_used == 0
+    assert engine.take_load().kv_tokens_used == 0
     await engine.stop()
 
 
@@ -391,7 +391,7 @@ async def test_time_passes_as_the_latency_model_says(model: str) -> None:
     )
     engine = await started(model, settings)
     await answers(engine, request("a", [5] * 100, max_tokens=3))
-    latency, samples = LatencyModel.from_config(settings), engine.load().samples
+    latency, samples = LatencyModel.from_config(settings), engine.take_load().samples
     assert samples[0].duration_s >= 0.5 * latency.prefill_s(100)
     assert samples[1].duration_s >= 0.5 * latency.decode_step_s(1, 101)
     await engine.stop()

@@ -80,7 +80,7 @@ class Pair:
         async with asyncio.timeout(60):
             for side in (self.sender, self.receiver):
                 side.engine.check_integrity()
-                assert side.engine.load().kv_tokens_used == 0
+                assert side.engine.take_load().kv_tokens_used == 0
                 while True:
                     stats = await side.transfer.stats()
                     if stats.send_bytes_used == stats.receive_bytes_used == 0:

@@ -105,16 +105,16 @@ async def test_an_evicted_prefix_is_loaded_and_not_computed_again(run: Run) -> N
     hashes = block_hashes(FIRST, BLOCK)
     assert not run.cached.issuperset(hashes)
     assert run.kept.issuperset(hashes)
-    run.engine.load()
+    run.engine.take_load()
     found = await run.whole([*FIRST, 1, 2])
     assert found.num_host_tokens > 0
     assert found.num_cached_tokens + found.num_host_tokens == len(FIRST)
-    load = run.engine.load()
+    load = run.engine.take_load()
     assert [one.num_prefill_tokens for one in load.samples] == [2]
     # A block has four layers.
     num_blocks = found.num_host_tokens // BLOCK
     assert load.host_loads.num_bytes == num_blocks * 4 * SETTINGS.block_bytes
-    assert run.engine.load().host_loads == NO_LOADS
+    assert run.engine.take_load().host_loads == NO_LOADS
     # The loaded blocks are on the device again.
     again = await run.whole([*FIRST, 1, 2])
     assert (again.num_cached_tokens, again.num_host_tokens) == (len(FIRST), 0)
@@ -163,7 +163,7 @@ async def test_a_load_delays_no_other_request(model: str) -> None:
     await run.until_ended("loads", "other")
     assert run.ended[-2:] == ["other", "loads"]
     assert run.outputs["loads"][0].num_host_tokens == 80
-    loads = run.engine.load().host_loads
+    loads = run.engine.take_load().host_loads
     assert loads.num_bytes / loads.seconds == pytest.approx(SLOW.host_bytes_per_s)
     await run.engine.stop()
 
@@ -176,11 +176,11 @@ async def test_a_load_that_ends_early_leaves_nothing_behind(model: str, way: str
     await run.submit("loads", FIRST, 1)
     # The other request needs a step, at the begin of which the load begins too.
     await run.whole(SECOND[:20], 2)
-    assert run.engine.load().num_waiting == 1
+    assert run.engine.take_load().num_waiting == 1
     if way == "abort":
         await run.engine.abort(["loads"])
         run.engine.check_integrity()
-        assert run.engine.load().kv_tokens_used == 0
+        assert run.engine.take_load().kv_tokens_used == 0
         assert (await run.whole(FIRST)).num_host_tokens == 80
     await run.engine.stop()
     run.engine.check_integrity()
@@ -208,7 +208,7 @@ async def test_streams_are_the_same_with_and_without_host_memory(model, limits_s
                 answer = expected_tokens(run.vocabulary, prompt, 12)
                 assert run.tokens(f"{name}{turn}") == answer
                 turns[name] = [*prompt, *answer, chance.randrange(5, 200)]
-        assert run.engine.load().kv_tokens_used == 0
+        assert run.engine.take_load().kv_tokens_used == 0
         computed.append(num_computed)
         await run.engine.stop()
     assert computed[0] > computed[2]

@@ -68,13 +68,13 @@ async def test_a_prefix_is_computed_once(watched: Watched) -> None:
     prompt = list(range(10, 110))
     assert (await watched.run(prompt, 1)).num_cached_tokens == 0
     assert watched.cached == set(block_hashes(prompt, BLOCK))
-    watched.engine.load()
+    watched.engine.take_load()
     assert (await watched.run([*prompt, 1, 2], 1)).num_cached_tokens == 96
-    assert [one.num_prefill_tokens for one in watched.engine.load().samples] == [6]
+    assert [one.num_prefill_tokens for one in watched.engine.take_load().samples] == [6]
     # The last token is always computed.
     assert (await watched.run(prompt[:96], 1)).num_cached_tokens == 80
     assert (await watched.run([5, *prompt], 1)).num_cached_tokens == 0
-    assert watched.engine.load().kv_tokens_used == 0
+    assert watched.engine.take_load().kv_tokens_used == 0
 
 
 async def test_outputs_are_part_of_the_next_turns_prefix(watched: Watched) -> None:

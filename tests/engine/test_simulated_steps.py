@@ -67,7 +67,7 @@ class Bench:
             self.first_at.setdefault(output.request_id, self.now)
             if output.finish is not None:
                 self.ended_at[output.request_id] = self.now
-        self.samples += self.engine.load().samples
+        self.samples += self.engine.take_load().samples
 
     async def until(self, *names: str) -> None:
         while not self.ended_at.keys() >= set(names):

@@ -23,7 +23,7 @@ class Engine:
         assert needed <= self.room, f"{needed} tokens wait for ever; {self.room} fit"
         return EngineStep([EngineOutput(request.request_id, finish=Finish.LENGTH)])
 
-    def load(self):
+    def take_load(self):
         return None
 
 

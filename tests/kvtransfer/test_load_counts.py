@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton.coordinator.routing.load_speeds import LoadSpeeds
 from baton.coordinator.routing.prefix_index import Tier
+from baton.coordinator.routing.tier_speeds import TierSpeeds
 from baton.kvtransfer.connector.load_counts import LoadCounts
 from baton.kvtransfer.layout import KvLayout
 
@@ -35,7 +35,7 @@ def test_the_time_of_a_load_is_predicted_from_the_same_load(num_ranks, num_repli
     for _ in range(num_ranks):
         counts.add("host", cache.shard_bytes(num_blocks), SECONDS)
     num_bytes, seconds = counts.take()["host"]
-    speeds = LoadSpeeds(1e9, 1e9)
+    speeds = TierSpeeds(1e9, 1e9)
     speeds.observe(Tier.HOST, num_bytes, seconds, now=0.0)
     # The coordinator knows the bytes of a prompt from the size of its handoff.
     predicted_s = speeds.seconds(Tier.HOST, cache.handoff_bytes(num_blocks), now=0.0)

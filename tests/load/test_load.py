@@ -6,7 +6,9 @@ import json
 import math
 import random
 import time
+from collections import Counter
 from contextlib import asynccontextmanager
+from dataclasses import fields
 
 import pytest
 from hypothesis import given
@@ -234,6 +236,27 @@ def test_a_request_is_in_time_by_the_target_of_its_prompt():
     )
     assert "50.0% within TTFT 1 ms + 100 ms per 1,000 prompt tokens" in result.figure_rows()[5][1]
     assert result.as_json()["targets"]["ttft_ms_per_1k_tokens"] == 100
+
+
+def test_the_total_of_all_lanes_has_every_count():
+    lanes = [Measured(Slo()) for _ in range(2)]
+    names = [one.name for one in fields(Measured) if one.name != "slo"]
+    for number, lane in enumerate(lanes):
+        for name in names:
+            match getattr(lane, name):
+                case int():
+                    setattr(lane, name, 1)
+                case Counter() as counts:
+                    counts["QUEUE_FULL"] = 1
+                case dict() as messages:
+                    messages["QUEUE_FULL"] = f"message {number}"
+                case histogram:
+                    histogram.add(1.0)
+    total = Measured.merged(lanes, Slo())
+    found = {name: getattr(total, name) for name in names}
+    assert found.pop("messages") == {"QUEUE_FULL": "message 0"}
+    assert [found.pop(name) for name in ("sheds", "failures")] == [{"QUEUE_FULL": 2}] * 2
+    assert {getattr(value, "total", value) for value in found.values()} == {2}
 
 
 @pytest.mark.parametrize(

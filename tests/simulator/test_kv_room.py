@@ -11,7 +11,7 @@ import pytest
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import ScalingConfig
-from baton.load.gap_histogram import GapHistogram
+from baton.load.duration_histogram import DurationHistogram
 from baton.load.traces import Arrival
 from baton.runtime.config import parse
 from baton.runtime.latency import LatencyModel
@@ -35,7 +35,7 @@ def steady(rate: float, seconds: float, prompt: int, output: int) -> list[Arriva
     return [Arrival(n / rate, prompt, output) for n in range(round(rate * seconds))]
 
 
-class SummedGaps(GapHistogram):
+class SummedGaps(DurationHistogram):
     """A histogram that also knows the sum of its durations."""
 
     sum_s = 0.0

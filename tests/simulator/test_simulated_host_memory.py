@@ -123,7 +123,7 @@ def test_the_coordinator_measures_the_workers_loads():
     cell = SimulatedCell(core, dict.fromkeys(Pool, shape), Static(scaling_config(config)))
     cell.run(conversations(), dict.fromkeys(Pool, 1), NUM_TURNS * TURN_S)
     assert cell.prompt_tokens["host"] > 0
-    loads = [cell.core.placers.load(one).load_speeds for one in cell.core.workers]
+    loads = [cell.core.placers.load(one).tier_speeds for one in cell.core.workers]
     slowest = max(one.seconds(Tier.HOST, 10**8, cell.now) for one in loads)
     # The assumed speed is a hundred times as fast.
     assert slowest == pytest.approx(1.0, rel=0.1)

@@ -71,9 +71,9 @@ async def first_life(one: Side, disk_dir: Path) -> dict[str, Any]:
     await written(one, "damaged", prompt)
     made["num_wrong_files"] = one.num_wrong_files
     await evict(one, "d")
-    one.engine.load()
+    one.engine.take_load()
     made["written again"] = await ask(one, "written again", prompt)
-    load = one.engine.load()
+    load = one.engine.take_load()
     made["loads"] = [dataclasses.asdict(each) for each in (load.host_loads, load.disk_loads)]
     return made
 

@@ -145,7 +145,7 @@ class Side:
         """Returns the KV blocks and staging in use."""
         stats = await self.transfer.stats()
         return {
-            "kv_tokens": self.engine.load().kv_tokens_used,
+            "kv_tokens": self.engine.take_load().kv_tokens_used,
             "send_bytes": stats.send_bytes_used,
             "receive_bytes": stats.receive_bytes_used,
         }

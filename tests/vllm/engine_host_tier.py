@@ -101,7 +101,7 @@ async def taken_blocks(prefill: Side, decode: Side) -> dict[str, Any]:
 
     async def until_prompt_runs() -> None:
         ends.append(asyncio.create_task(decode.finish(EngineRequest("ends", prompt, greedy(1)))))
-        while decode.engine.load().num_running < 2 and not ends[0].done():
+        while decode.engine.take_load().num_running < 2 and not ends[0].done():
             await asyncio.sleep(0.001)
 
     num_tokens = decode.counts["tokens"]

@@ -283,7 +283,7 @@ class RunningWorker:
         """Waits until no request runs in the engine."""
         assert self._engine is not None
         async with asyncio.timeout(WAIT_S):
-            while self._engine.load().num_running:
+            while self._engine.take_load().num_running:
                 await asyncio.sleep(0.01)
 
 

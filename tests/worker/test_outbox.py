@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -7,6 +8,10 @@ from baton.worker.outbox import Outbox
 
 def message(number: int) -> cluster_pb2.WorkerMessage:
     return cluster_pb2.WorkerMessage(step=cluster_pb2.StepOutputs(step=number))
+
+
+# Size of one of the first posted messages.
+NUM_BYTES = cluster_pb2.WorkerMessage(seq=1, step=cluster_pb2.StepOutputs(step=1)).ByteSize()
 
 
 def sent(outbox: Outbox, at_most: int | None = None) -> list[tuple[int, int]]:
@@ -69,8 +74,11 @@ def test_a_batch_is_bounded_and_a_large_message_is_sent_alone() -> None:
     assert not outbox.has_unsent
 
 
-async def test_space_ends_at_the_limit_until_messages_are_acknowledged() -> None:
-    outbox = Outbox(max_messages=2)
+@pytest.mark.parametrize("limit", [{"max_messages": 2}, {"max_bytes": 2 * NUM_BYTES}])
+async def test_space_ends_at_a_limit_until_messages_are_acknowledged(
+    limit: dict[str, int],
+) -> None:
+    outbox = Outbox(**limit)
     outbox.post(message(1))
     await outbox.wait_for_space()
     outbox.post(message(2))

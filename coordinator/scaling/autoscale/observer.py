@@ -81,10 +81,10 @@ class Observer:
         full = _full(loads, decode)
         # In a strict cell, decode workers may compute prompts too.
         prompts = self._loads(workers)
-        interactive_s = sum(load.interactive_work_s(now) for load in prompts)
+        interactive_s = sum(entry.interactive_work_s(now) for entry in prompts)
         at_workers_s = {
             _INTERACTIVE: interactive_s,
-            common_pb2.LANE_BATCH: sum(load.work_s(now) for load in prompts) - interactive_s,
+            common_pb2.LANE_BATCH: sum(entry.work_s(now) for entry in prompts) - interactive_s,
         }
         return Observation(
             observed_at=max((one.heard_at for one in workers), default=now),
@@ -109,7 +109,7 @@ class Observer:
 
     def _loads(self, workers: Iterable[Worker]) -> list[WorkerLoad]:
         found = map(self._placers.load, workers)
-        return [load for load in found if load is not None]
+        return [entry for entry in found if entry is not None]
 
     def _decode_model(self, workers: Sequence[Worker]) -> LatencyModel:
         """The model of the most frequent kind of decode worker, or of the last such kind."""
@@ -173,7 +173,9 @@ class Observer:
         num_decodes, num_without_targets = sum(entry.num_decodes for entry in loads), 0
         batch = dict(config.targets).get(lane_name(common_pb2.LANE_BATCH))
         if batch is None or (batch.ttft_s is None and batch.itl_s is None):
-            num_without_targets = num_decodes - sum(entry.num_interactive for entry in loads)
+            num_without_targets = num_decodes - sum(
+                entry.decodes.num_interactive for entry in loads
+            )
         router = self._placers.of(self._workers.fleets.stable).router
         steps = [
             (model, step)
@@ -205,10 +207,10 @@ class Observer:
         return DecodeLoad(
             num_decodes=num_decodes,
             num_without_targets=num_without_targets,
-            num_in_prefill=num_decodes - sum(entry.num_arrived for entry in loads),
-            reserved_tokens=sum(entry.reserved_tokens for entry in loads),
+            num_in_prefill=num_decodes - sum(entry.decodes.num_arrived for entry in loads),
+            reserved_tokens=sum(entry.decodes.reserved_tokens for entry in loads),
             kv_tokens=min((entry.traits.kv_tokens for entry in loads), default=0),
-            most_requests=min(map(router.most_decodes, loads), default=0),
+            most_requests=min(map(router.loads.most_decodes, loads), default=0),
             itl_s=_percentile(gaps, percentile) if gaps else None,
             itl_predicted_s=_percentile(predicted, percentile) if predicted else None,
         )

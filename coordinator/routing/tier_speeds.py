@@ -6,7 +6,7 @@ from baton.coordinator.routing.mean_speed import LEAST_BYTES, MeanSpeed, with_la
 from baton.coordinator.routing.prefix_index import Tier
 
 
-class LoadSpeeds:
+class TierSpeeds:
     """Speeds of one worker's loads from host memory and from disk.
 
     The assumed speed applies until a load was measured. It also applies again some time after the

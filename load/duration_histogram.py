@@ -16,7 +16,7 @@ _SMALLEST_S = 1e-6
 _PARTS = 8
 
 
-class GapHistogram:
+class DurationHistogram:
     """Counts durations by bucket; uses a few thousand buckets at most."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class GapHistogram:
         self._recent: Counter[int] = Counter()
 
     @classmethod
-    def merged(cls, histograms: Iterable[GapHistogram]) -> GapHistogram:
+    def merged(cls, histograms: Iterable[DurationHistogram]) -> DurationHistogram:
         """Returns a histogram with the sum of all counts."""
         found = cls()
         for one in histograms:

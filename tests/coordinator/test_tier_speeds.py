@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.coordinator.routing.load_speeds import LoadSpeeds
 from baton.coordinator.routing.prefix_index import Tier
+from baton.coordinator.routing.tier_speeds import TierSpeeds
 from baton.coordinator.state import events as ev
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -13,7 +13,7 @@ MB = 10**6
 
 
 def test_an_assumed_speed_applies_until_a_load_shows_the_true_one():
-    speeds = LoadSpeeds(1e9, 1e8)
+    speeds = TierSpeeds(1e9, 1e8)
     assert speeds.seconds(Tier.HOST, MB, 0.0) == pytest.approx(1e-3)
     speeds.observe(Tier.HOST, MB, 0.1, 0.0)
     assert speeds.seconds(Tier.HOST, MB, 0.0) == pytest.approx(0.1)
@@ -29,7 +29,7 @@ def test_an_assumed_speed_applies_until_a_load_shows_the_true_one():
 
 
 def test_what_was_slow_is_tried_again_some_time():
-    speeds = LoadSpeeds(1e9, 1e8)
+    speeds = TierSpeeds(1e9, 1e8)
     speeds.observe(Tier.HOST, MB, 1.0, 0.0)
     waits = [speeds.seconds(Tier.HOST, MB, now) for now in (0.0, 600.0, 6000.0)]
     assert waits == sorted(waits, reverse=True)
@@ -47,8 +47,8 @@ def test_a_load_report_measures_its_worker_alone(two_pairs):
         host_loads=cluster_pb2.TierLoads(num_bytes=8 * MB, duration_us=2 * 10**6),
         disk_loads=cluster_pb2.TierLoads(num_bytes=2 * MB, duration_us=10**6),
     )
-    world.handle(ev.WorkerLoad(first.key, load))
-    measured, other = (world.core.placers.load(one).load_speeds for one in (first, second))
+    world.handle(ev.LoadReported(first.key, load))
+    measured, other = (world.core.placers.load(one).tier_speeds for one in (first, second))
     assert measured.seconds(Tier.HOST, MB, world.now) == pytest.approx(0.25)
     assert measured.seconds(Tier.DISK, MB, world.now) == pytest.approx(0.5)
     assert other.seconds(Tier.HOST, MB, world.now) < 0.01

@@ -1,12 +1,12 @@
-"""The decode role: which ends of handoffs are reported to the coordinator."""
+"""The ends of received handoffs that are reported to the coordinator."""
 
 from __future__ import annotations
 
 import pytest
 
-from baton.decode.role import DecodeRole
 from baton.engine.attempts import Attempt
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from baton.worker.receives import Receives
 
 RELEASED = kv_transfer_pb2.HANDOFF_STATE_RELEASED
 
@@ -25,16 +25,15 @@ class Transfer:
 def test_the_end_of_a_loaded_fetch_is_reported_also_if_it_is_the_first_message(is_loaded):
     """The engine may begin the request before this process has heard of the handoff."""
     transfer, reports = Transfer(), []
-    role = DecodeRole(
-        None,
+    receives = Receives(
         transfer,
         report=lambda attempt, report: reports.append((attempt, report.state)),
         on_change=lambda: None,
     )
     fetch = cluster_pb2.FetchPlan(handoff_id=b"h", num_tokens=32)
     attempt = Attempt(cluster_pb2.RequestSpec(request_id="r"), common_pb2.ROLE_DECODE, None, fetch)
-    role.expect_fetch(attempt)
-    role.release_fetch(attempt, is_loaded=is_loaded)
+    receives.expect(b"h", attempt)
+    receives.release(b"h", is_loaded=is_loaded)
     assert transfer.dropped == [b"h"]
-    role.on_handoff_state(kv_transfer_pb2.LocalHandoffState(handoff_id=b"h", state=RELEASED))
+    receives.on_handoff_state(kv_transfer_pb2.LocalHandoffState(handoff_id=b"h", state=RELEASED))
     assert reports == ([(attempt, RELEASED)] if is_loaded else [])

@@ -1,0 +1,144 @@
+"""The decodes that are assigned to one worker, with their sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _Decode:
+    """A request assigned to a decode worker.
+
+    Attributes:
+        num_kv_tokens: KV tokens reserved for the request.
+        is_interactive: whether it is known to be an interactive request, for which batch requests
+            may be parked.
+        can_be_parked: whether it is a batch request that may be parked for interactive ones.
+        num_mean_tokens: KV tokens that the request has on average while it decodes.
+        has_arrived: whether the request's prompt is computed.
+        is_late: whether this worker computed the prompt after its first token was due.
+    """
+
+    num_kv_tokens: int
+    is_interactive: bool
+    can_be_parked: bool
+    num_mean_tokens: int
+    has_arrived: bool = False
+    is_late: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class DecodeSet:
+    """Owns the decodes of one worker, by request ID.
+
+    A decode counts from its assignment, even while another worker still computes its prompt.
+
+    Attributes:
+        num_interactive: number of decodes that are known to be interactive.
+        num_late: number of decodes whose prompts this worker computed too late.
+        reserved_tokens: KV tokens of all decodes including their expected output.
+        parkable_tokens: part of reserved_tokens that belongs to decodes that may be parked.
+        mean_tokens: KV tokens that all decodes have on average, and that a step attends to on
+            average; `reserved_tokens` is the maximum.
+    """
+
+    num_interactive: int = 0
+    num_late: int = 0
+    reserved_tokens: int = 0
+    parkable_tokens: int = 0
+    mean_tokens: int = 0
+    _decodes: dict[str, _Decode] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._decodes)
+
+    @property
+    def num_arrived(self) -> int:
+        """Number of decodes whose prompts are computed."""
+        return sum(one.has_arrived for one in self._decodes.values())
+
+    @property
+    def batch_may_join(self) -> bool:
+        """Whether a batch decode may join regardless of the step time.
+
+        It may if no decode is interactive, and also if all are: then no batch decode is there yet.
+        """
+        return not self.num_interactive or self.num_interactive == len(self._decodes)
+
+    def after_parking(self) -> tuple[int, int]:
+        """Number and mean KV tokens of the decodes that may not be parked."""
+        staying = [one for one in self._decodes.values() if not one.can_be_parked]
+        return len(staying), sum(one.num_mean_tokens for one in staying)
+
+    def add(
+        self,
+        request_id: str,
+        num_kv_tokens: int,
+        *,
+        is_interactive: bool = False,
+        can_be_parked: bool = False,
+        num_mean_tokens: int | None = None,
+    ) -> None:
+        """Adds a decode; see `Router.assign_decode` for the arguments."""
+        assert request_id not in self._decodes
+        if num_mean_tokens is None:
+            num_mean_tokens = num_kv_tokens
+        self._decodes[request_id] = _Decode(
+            num_kv_tokens, is_interactive, can_be_parked, num_mean_tokens
+        )
+        self.mean_tokens += num_mean_tokens
+        self.num_interactive += is_interactive
+        self.parkable_tokens += num_kv_tokens if can_be_parked else 0
+        self.reserved_tokens += num_kv_tokens
+
+    def arrive(self, request_id: str) -> None:
+        """Records that the prompt of a decode is computed; ignores unknown requests."""
+        if (decode := self._decodes.get(request_id)) is not None:
+            decode.has_arrived = True
+
+    def mark_late(self, request_id: str) -> None:
+        """Records that this worker computed a prompt too late; ignores unknown requests."""
+        decode = self._decodes.get(request_id)
+        if decode is not None and not decode.is_late:
+            decode.is_late = True
+            self.num_late += 1
+
+    def parkable_tokens_of(self, request_id: str) -> int:
+        """KV tokens that parking a decode frees; 0 if the decode may not be parked."""
+        decode = self._decodes.get(request_id)
+        return decode.num_kv_tokens if decode is not None and decode.can_be_parked else 0
+
+    def outgrows(self, request_id: str, num_kv_tokens: int) -> bool:
+        """Whether a decode needs more KV tokens than are reserved for it."""
+        decode = self._decodes.get(request_id)
+        return decode is not None and num_kv_tokens > decode.num_kv_tokens
+
+    def grow(self, request_id: str, num_kv_tokens: int) -> None:
+        """Reserves at least this many KV tokens for a decode."""
+        decode = self._decodes[request_id]
+        num_more = max(0, num_kv_tokens - decode.num_kv_tokens)
+        decode.num_kv_tokens += num_more
+        self.parkable_tokens += num_more if decode.can_be_parked else 0
+        self.reserved_tokens += num_more
+
+    def end(self, request_id: str) -> bool:
+        """Removes a decode; idempotent. Returns whether it was interactive."""
+        decode = self._decodes.pop(request_id, None)
+        if decode is None:
+            return False
+        self.num_interactive -= decode.is_interactive
+        self.num_late -= decode.is_late
+        self.mean_tokens -= decode.num_mean_tokens
+        self.parkable_tokens -= decode.num_kv_tokens if decode.can_be_parked else 0
+        self.reserved_tokens -= decode.num_kv_tokens
+        return decode.is_interactive
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a sum differs from its parts."""
+        decodes = self._decodes.values()
+        assert self.num_interactive == sum(one.is_interactive for one in decodes)
+        assert self.num_late == sum(one.is_late for one in decodes)
+        assert self.reserved_tokens == sum(one.num_kv_tokens for one in decodes)
+        assert self.mean_tokens == sum(one.num_mean_tokens for one in decodes)
+        parkable = sum(one.num_kv_tokens for one in decodes if one.can_be_parked)
+        assert self.parkable_tokens == parkable
