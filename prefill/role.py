@@ -61,7 +61,7 @@ class PrefillRole:
         self._engine, self._transfer, self._layout = engine, transfer, layout
         self._open_timeout_s, self._report, self._on_change = open_timeout_s, report, on_change
         self._sends: dict[bytes, _Send] = {}
-        # IDs of sends that are over, oldest first.
+        # IDs of sends that are over, oldest first. Nothing more is reported of them.
         self._ended: OrderedDict[bytes, None] = OrderedDict()
 
     @property
@@ -132,7 +132,7 @@ class PrefillRole:
         """Ends the handoff. The engine must no longer write its staging."""
         if attempt.handoff is None:
             return
-        if attempt.serves_fetch:
+        if attempt.serves_fetch and attempt.handoff.handoff_id not in self._ended:
             self._report_unsent_prefix(attempt)
         # Failed sends too: the service keeps their staging until the engine has stopped writing.
         self._transfer.abort_send(attempt.handoff.handoff_id)

@@ -4,6 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from scripted_coordinator import WAIT_S
 
 from baton.engine.base import EngineOutput, EngineStep, Finish
 from baton.kvtransfer.layout import KvLayout
@@ -15,6 +16,8 @@ from baton.worker.runner import Runner
 LAYOUT = KvLayout("m", "r", "uint8", 1, 1, 64, 4, 64, "axes")
 SENT, FOREIGN = b"s" * 16, b"f" * 16
 COMMITTED = pb.LocalSendState(handoff_id=SENT, state=pb.LocalSendState.STATE_COMMITTED)
+NO_ROOM, GIVEN_UP = pb.REFUSAL_REASON_NO_ROOM, pb.REFUSAL_REASON_CANCELLED
+FAILED = pb.LocalSendState(handoff_id=SENT, state=pb.LocalSendState.STATE_FAILED, reason=NO_ROOM)
 
 
 class Transfer:
@@ -79,11 +82,16 @@ class Worker:
     async def report(self, kind):
         """Returns the next report of this kind."""
         while True:
-            while (message := self.outbox.next_unsent()) is not None:
-                if message.WhichOneof("message") == kind:
-                    return getattr(message, kind)
+            for report in self.reports(kind):
+                return report
             self.outbox.posted.clear()
             await self.outbox.posted.wait()
+
+    def reports(self, kind):
+        """Yields the reports of this kind that have been made."""
+        while (message := self.outbox.next_unsent()) is not None:
+            if message.WhichOneof("message") == kind:
+                yield getattr(message, kind)
 
 
 @pytest.fixture
@@ -111,3 +119,26 @@ async def test_a_cancellation_after_the_handoff_drops_nothing_of_its_sender(work
     # A handoff that this worker has not sent is one to this worker.
     worker.cancel("other", FOREIGN)
     assert worker.transfer.dropped == [FOREIGN]
+
+
+@pytest.mark.parametrize(
+    ("end", "state", "reason"),
+    [
+        (FAILED, pb.HANDOFF_STATE_FAILED, NO_ROOM),
+        (COMMITTED, pb.HANDOFF_STATE_COMMITTED, pb.REFUSAL_REASON_UNSPECIFIED),
+        (None, pb.HANDOFF_STATE_FAILED, GIVEN_UP),
+    ],
+    ids=["failed", "committed", "not ended"],
+)
+async def test_the_end_of_a_sent_prefix_is_reported_once(worker, end, state, reason):
+    """The send may end before its request does, and the coordinator then cancels the request."""
+    worker.prefill("fetch", handoff=sends(), only_cached=True)
+    await worker.engine.submitted.get()
+    reports = []
+    if end is not None:
+        worker.transfer.events.put_nowait(end)
+        reports.append(await worker.report("handoff"))
+    worker.cancel("fetch", SENT)
+    await worker.runner.settle(WAIT_S)
+    reports += worker.reports("handoff")
+    assert [(report.state, report.reason) for report in reports] == [(state, reason)]
