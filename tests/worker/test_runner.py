@@ -142,3 +142,13 @@ async def test_the_end_of_a_sent_prefix_is_reported_once(worker, end, state, rea
     await worker.runner.settle(WAIT_S)
     reports += worker.reports("handoff")
     assert [(report.state, report.reason) for report in reports] == [(state, reason)]
+
+
+@pytest.mark.parametrize(("num_tokens", "dropped"), [(8, [FOREIGN]), (0, [])])
+async def test_a_refused_request_drops_its_fetch(num_tokens, dropped):
+    """A request with a fetch of no tokens waits for the fetch of another request."""
+    worker = Worker(max_requests=0)
+    fetch = cluster_pb2.FetchPlan(handoff_id=FOREIGN, num_tokens=num_tokens)
+    worker.prefill("r", fetch=fetch)
+    assert (await worker.report("step")).outputs[0].failed.message
+    assert worker.transfer.dropped == dropped
