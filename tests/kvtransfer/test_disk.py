@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import resource
@@ -13,12 +14,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from disk_store import NUM_RANKS, PAYLOAD_BYTES, Store, block, content, namespace
 
 from baton.kvtransfer.block_changes import CacheChange
-from baton.kvtransfer.disk import block_file
+from baton.kvtransfer.disk import block_file, directory
 from baton.kvtransfer.disk.directory import rank_directory, scan
 from baton.kvtransfer.disk.index import TIMEOUT_S, DiskIndex
 from baton.kvtransfer.disk.orders import BlockName, BlockSelection, DiskReport, Load
@@ -281,6 +283,26 @@ def test_a_smaller_bound_after_a_restart_keeps_what_was_used_last(tmp_path: Path
     assert len(after.files()) == 4 * NUM_RANKS
 
 
+def test_the_bound_holds_although_a_slow_disk_is_searched_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Each look at a directory takes 40 s."""
+    clock = itertools.count(0, 40)
+    monkeypatch.setattr(directory, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    for restart in range(3):
+        store = Store(tmp_path, max_blocks=20)
+        store.step()
+        written = [block(number, f"restart {restart}") for number in range(20)]
+        assert len(store.index) == (20 if restart else 0)
+        assert all(store.write(written))
+        assert len(store.files()) == 20 * NUM_RANKS
+        parts = list(scan(store.directory.path, NUM_RANKS, PAYLOAD_BYTES))
+        assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
+        assert len(parts) > 1
+        assert {one for part in parts for one in part.blocks} == set(written)
+        store.close()
+
+
 def test_writes_beyond_the_bound_are_dropped(tmp_path: Path):
     store = Store(tmp_path)
     accepted = 0
@@ -520,7 +542,8 @@ def test_a_killed_worker_leaves_only_whole_blocks(tmp_path: Path):
         for n in range(begin, begin + 200):
             store.load(block(n))
         assert store.num_wrong <= 2
-        assert scan(store.directory.path, NUM_RANKS, PAYLOAD_BYTES).num_wrong == 0
+        (found,) = scan(store.directory.path, NUM_RANKS, PAYLOAD_BYTES)
+        assert found.num_wrong == 0
         store.close()
 
 
