@@ -54,6 +54,13 @@ def temporary_file(directory: Path) -> Path:
     return directory / "written"
 
 
+def remove_empty(group: Path) -> None:
+    """Removes the directory of a group, then that of its owner, unless they hold something."""
+    with contextlib.suppress(OSError):
+        group.rmdir()
+        group.parent.rmdir()
+
+
 class DiskDirectory:
     """A worker's own directory, locked until `close` or the end of the process.
 
@@ -161,9 +168,9 @@ class Found:
 def scan(directory: Path, num_ranks: int, payload_bytes: int) -> Iterator[Found]:
     """Finds the blocks of an earlier worker by the names and sizes of their files.
 
-    Their content is verified when it is loaded. Files that are no whole block are deleted. The
-    worker writes nothing until the end (DiskIndex.is_searching), because files that are not found
-    yet may take up its room.
+    Their content is verified when it is loaded. Files that are no whole block are deleted, and so
+    are directories without files. The worker writes nothing until the end
+    (DiskIndex.is_searching), because files that are not found yet may take up its room.
 
     Args:
         directory: The worker's directory.
@@ -185,7 +192,7 @@ def scan(directory: Path, num_ranks: int, payload_bytes: int) -> Iterator[Found]
             yield _found(found, num_wrong, is_last=False)
             found, num_wrong = [], 0
             until = time.monotonic() + _PART_S
-        by_rank = [_files(rank / owner / group) for rank in ranks]
+        by_rank, num_before = [_files(rank / owner / group) for rank in ranks], len(found)
         for name in {name for files in by_rank for name in files}:
             block = BlockName.parse(owner, group, name)
             size = file_bytes(len(block.key), payload_bytes) if block is not None else -1
@@ -198,6 +205,14 @@ def scan(directory: Path, num_ranks: int, payload_bytes: int) -> Iterator[Found]
             num_wrong += 1
             for rank in ranks:
                 (rank / owner / group / name).unlink(missing_ok=True)
+        if len(found) == num_before:
+            for rank in ranks:
+                remove_empty(rank / owner / group)
+    for rank in ranks:
+        # A worker may have been killed after it removed the last group of an owner.
+        for one in os.scandir(rank):
+            with contextlib.suppress(OSError):
+                os.rmdir(one)
     yield _found(found, num_wrong, is_last=True)
 
 

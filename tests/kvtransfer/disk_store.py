@@ -125,5 +125,10 @@ class Store:
         ranks = [rank_directory(self.directory.path, rank) for rank in range(NUM_RANKS)]
         return {one for rank in ranks for one in rank.rglob("*-*") if one.is_file()}
 
+    def directories(self) -> set[Path]:
+        """Returns the directories of owners and of their groups."""
+        ranks = [rank_directory(self.directory.path, rank) for rank in range(NUM_RANKS)]
+        return {one for rank in ranks for one in rank.rglob("*") if one.is_dir()}
+
     def close(self) -> None:
         self.directory.close()

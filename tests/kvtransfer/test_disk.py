@@ -303,6 +303,37 @@ def test_the_bound_holds_although_a_slow_disk_is_searched_for_long(
         store.close()
 
 
+def of_files(store: Store) -> set[Path]:
+    """Returns the directories that hold files, or directories with files."""
+    return {parent for path in store.files() for parent in (path.parent, path.parent.parent)}
+
+
+def test_evicted_tenants_leave_no_directories(tmp_path: Path):
+    store = Store(tmp_path, max_blocks=4)
+    for tenant in range(5):
+        assert all(store.write([block(number, f"tenant {tenant}") for number in range(4)]))
+    assert len(store.files()) == 4 * NUM_RANKS
+    assert store.directories() == of_files(store)
+    # The same tenant may come back.
+    assert all(store.write([block(number, "tenant 0") for number in range(4)]))
+    assert all(store.load(block(number, "tenant 0")) for number in range(4))
+
+
+def test_a_restarted_worker_removes_empty_directories(tmp_path: Path):
+    store = Store(tmp_path)
+    store.write([block(1)])
+    for rank in range(NUM_RANKS):
+        store.path(block(2, "gone"), rank).parent.mkdir(parents=True)
+        store.path(block(3, "killed"), rank).parent.parent.mkdir()
+        # One file is no whole block, and is the only one of its tenant.
+        store.path(block(4, "damaged"), rank).parent.mkdir(parents=True)
+    store.path(block(4, "damaged"), 1).write_bytes(b"cut")
+    store.close()
+    after = Store(tmp_path)
+    assert after.directories() == of_files(after)
+    assert after.load(block(1))
+
+
 def test_writes_beyond_the_bound_are_dropped(tmp_path: Path):
     store = Store(tmp_path)
     accepted = 0
@@ -700,6 +731,46 @@ def test_files_of_chosen_blocks_are_deleted(tmp_path: Path):
     assert not store.path(unknown, 0).exists()
     assert [store.load(one) for one in blocks] == [False, True, False, True]
     assert store.load(block(0))
+
+
+def test_a_deletion_of_chosen_blocks_leaves_no_empty_directories(tmp_path: Path):
+    store = Store(tmp_path)
+    blocks = [block(number, f"tenant {number}") for number in range(3)]
+    store.write(blocks)
+    store.index.delete(BlockSelection.of(None, {blocks[0].hash}))
+    # The index does not know these files.
+    store.index.turn_off("it was slow")
+    store.index.delete(BlockSelection.of(None, {blocks[1].hash}))
+    store.step()
+    assert store.files() == {store.path(blocks[2], rank) for rank in range(NUM_RANKS)}
+    assert store.directories() == of_files(store)
+
+
+@pytest.mark.parametrize("level", ["group", "owner"])
+def test_directories_that_vanish_during_a_deletion_leave_the_disk_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str
+):
+    """The search for blocks removes empty directories meanwhile."""
+    store, is_dir = Store(tmp_path), Path.is_dir
+    store.write([block(1)])
+    for rank in range(NUM_RANKS):
+        group = store.path(block(2, "gone"), rank).parent
+        (group if level == "group" else group.parent).mkdir(parents=True)
+    owner = None if level == "group" else "gone"
+    _, deletion = store.index.delete(BlockSelection.of(owner, {block(1).hash}))
+
+    def is_dir_and_goes(path):
+        found = is_dir(path)
+        if found and path.is_relative_to(store.directory.path) and not any(path.iterdir()):
+            path.rmdir()
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "is_dir", is_dir_and_goes)
+        store.step()
+    assert not store.off
+    assert store.index.take_deleted(deletion) is True
+    assert len(store.files()) == (0 if owner is None else NUM_RANKS)
 
 
 def test_files_are_deleted_although_the_disk_is_not_used_any_more(tmp_path: Path):
