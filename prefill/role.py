@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
@@ -13,6 +14,10 @@ from baton.kvtransfer.handoff_orders import SendHandoff
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.shorter_fetches import tokens_to_send
 from baton.v1 import cluster_pb2, kv_transfer_pb2
+
+# Number of ended sends that are remembered. The cancellation of a request comes while it decodes on
+# another worker, often long after its send.
+_MAX_ENDED = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,8 @@ class PrefillRole:
         self._engine, self._transfer, self._layout = engine, transfer, layout
         self._open_timeout_s, self._report, self._on_change = open_timeout_s, report, on_change
         self._sends: dict[bytes, _Send] = {}
+        # IDs of sends that are over, oldest first. Nothing more is reported of them.
+        self._ended: OrderedDict[bytes, None] = OrderedDict()
 
     @property
     def num_sends(self) -> int:
@@ -125,19 +132,22 @@ class PrefillRole:
         """Ends the handoff. The engine must no longer write its staging."""
         if attempt.handoff is None:
             return
-        if attempt.serves_fetch:
+        if attempt.serves_fetch and attempt.handoff.handoff_id not in self._ended:
             self._report_unsent_prefix(attempt)
         # Failed sends too: the service keeps their staging until the engine has stopped writing.
         self._transfer.abort_send(attempt.handoff.handoff_id)
+        self._remember(attempt.handoff.handoff_id)
         if self._sends.pop(attempt.handoff.handoff_id, None) is not None:
             self._on_change()
 
     def sends(self, handoff_id: bytes) -> bool:
-        return handoff_id in self._sends
+        """Returns whether this worker sends a handoff, or has sent it lately."""
+        return handoff_id in self._sends or handoff_id in self._ended
 
     def abort(self, handoff_id: bytes) -> None:
-        """Aborts a send; unknown IDs are ignored."""
+        """Aborts a send; IDs of ended sends and unknown IDs are ignored."""
         if (send := self._sends.pop(handoff_id, None)) is not None:
+            self._remember(handoff_id)
             if send.attempt.serves_fetch:
                 self._report_unsent_prefix(send.attempt)
             self._transfer.abort_send(handoff_id)
@@ -152,6 +162,7 @@ class PrefillRole:
         send = self._sends.pop(state.handoff_id, None)
         if send is None:
             return
+        self._remember(state.handoff_id)
         report = send.report()
         report.epoch = state.epoch
         if state.state == kv_transfer_pb2.LocalSendState.STATE_COMMITTED:
@@ -166,6 +177,11 @@ class PrefillRole:
         report.fill_us = state.fill_us
         self._report(send.attempt, report)
         self._on_change()
+
+    def _remember(self, handoff_id: bytes) -> None:
+        self._ended[handoff_id] = None
+        if len(self._ended) > _MAX_ENDED:
+            self._ended.popitem(last=False)
 
     def _report_unsent_prefix(self, attempt: Attempt) -> None:
         """Reports the end of an attempt that only sends a prefix; no output reports it."""
@@ -194,6 +210,7 @@ class PrefillRole:
             self._sends.pop(plan.handoff_id, None)
             if attempt.serves_fetch:
                 raise RequestRejected(str(error)) from None
+            self._remember(plan.handoff_id)
             report = send.report()
             report.state = kv_transfer_pb2.HANDOFF_STATE_FAILED
             report.detail = str(error)

@@ -304,6 +304,9 @@ class Runner:
             )
             self._post_failed(attempt, refusal)
             policy.release(attempt)
+            if attempt.fetch is not None and attempt.fetch.num_tokens:
+                # Its first tokens may be in this worker's staging already.
+                self._receives.drop(attempt.fetch.handoff_id)
             return
         held = _Held(attempt, policy)
         self._held[attempt.spec.request_id] = held

@@ -19,7 +19,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,9 +29,8 @@ from baton.v1 import kv_transfer_pb2
 
 # Most workers that share one directory.
 _MAX_WORKERS = 256
-# Longest time that a search for the blocks of an earlier worker may take. Blocks that it has not
-# found by then are deleted when the next worker starts, or found by it.
-_SCAN_TIMEOUT_S = 60.0
+# After this time, a search for the blocks of an earlier worker yields what it has found so far.
+_PART_S = 60.0
 
 
 def namespace_of(fingerprint: kv_transfer_pb2.KvFingerprint, engine: str) -> bytes:
@@ -53,6 +52,13 @@ def rank_directory(directory: Path, rank: int) -> Path:
 def temporary_file(directory: Path) -> Path:
     """Returns the file in a rank's directory that a block has until it is whole."""
     return directory / "written"
+
+
+def remove_empty(group: Path) -> None:
+    """Removes the directory of a group, then that of its owner, unless they hold something."""
+    with contextlib.suppress(OSError):
+        group.rmdir()
+        group.parent.rmdir()
 
 
 class DiskDirectory:
@@ -151,34 +157,42 @@ class Found:
     Attributes:
         blocks: Blocks of which every rank has its file, the last used one first.
         num_wrong: Files that were deleted because they are no whole block.
+        is_last: Whether the search has ended.
     """
 
     blocks: list[BlockName]
     num_wrong: int
+    is_last: bool
 
 
-def scan(directory: Path, num_ranks: int, payload_bytes: int) -> Found:
+def scan(directory: Path, num_ranks: int, payload_bytes: int) -> Iterator[Found]:
     """Finds the blocks of an earlier worker by the names and sizes of their files.
 
-    Their content is verified when it is loaded. Files that are no whole block are deleted. The
-    worker writes and loads nothing meanwhile (DiskIndex.is_searching).
+    Their content is verified when it is loaded. Files that are no whole block are deleted, and so
+    are directories without files. The worker writes nothing until the end
+    (DiskIndex.is_searching), because files that are not found yet may take up its room.
 
     Args:
         directory: The worker's directory.
         num_ranks: Number of ranks.
         payload_bytes: Bytes of a rank's part of a block.
 
+    Yields:
+        The blocks found since the last time: all of them at the end, or a part about every _PART_S.
+
     Raises:
         OSError: The directory cannot be read.
     """
-    until = time.monotonic() + _SCAN_TIMEOUT_S
+    until = time.monotonic() + _PART_S
     found: list[tuple[float, BlockName]] = []
     num_wrong = 0
     ranks = [rank_directory(directory, rank) for rank in range(num_ranks)]
     for owner, group in sorted({place for rank in ranks for place in _groups(rank)}):
         if time.monotonic() > until:
-            break
-        by_rank = [_files(rank / owner / group) for rank in ranks]
+            yield _found(found, num_wrong, is_last=False)
+            found, num_wrong = [], 0
+            until = time.monotonic() + _PART_S
+        by_rank, num_before = [_files(rank / owner / group) for rank in ranks], len(found)
         for name in {name for files in by_rank for name in files}:
             block = BlockName.parse(owner, group, name)
             size = file_bytes(len(block.key), payload_bytes) if block is not None else -1
@@ -191,8 +205,20 @@ def scan(directory: Path, num_ranks: int, payload_bytes: int) -> Found:
             num_wrong += 1
             for rank in ranks:
                 (rank / owner / group / name).unlink(missing_ok=True)
-    found.sort(reverse=True)
-    return Found([block for _, block in found], num_wrong)
+        if len(found) == num_before:
+            for rank in ranks:
+                remove_empty(rank / owner / group)
+    for rank in ranks:
+        # A worker may have been killed after it removed the last group of an owner.
+        for one in os.scandir(rank):
+            with contextlib.suppress(OSError):
+                os.rmdir(one)
+    yield _found(found, num_wrong, is_last=True)
+
+
+def _found(found: Sequence[tuple[float, BlockName]], num_wrong: int, *, is_last: bool) -> Found:
+    """Returns blocks, each given with its time of last use."""
+    return Found([block for _, block in sorted(found, reverse=True)], num_wrong, is_last)
 
 
 def _groups(rank: Path) -> Iterator[tuple[str, str]]:

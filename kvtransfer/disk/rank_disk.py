@@ -14,7 +14,7 @@ from pathlib import Path
 
 from baton.kvtransfer.disk import block_file
 from baton.kvtransfer.disk.block_file import Identity, WrongFile
-from baton.kvtransfer.disk.directory import temporary_file
+from baton.kvtransfer.disk.directory import remove_empty, temporary_file
 from baton.kvtransfer.disk.orders import (
     BlockName,
     BlockSelection,
@@ -36,8 +36,10 @@ _WRITER_NICE = 5
 class RankDisk:
     """Carries out the orders of DiskIndex in one rank; the connector's half in the rank owns it.
 
-    Writes and deletions are done in their order by one thread, loads by others. The index bounds
-    the number of orders. A disk that fails is not used any more.
+    Writes and deletions are done in their order by one thread, loads by others. Only the first
+    thread makes and removes directories; the search for blocks (directory.scan) also removes empty
+    ones, while nothing is written. The index bounds the number of orders. A disk that fails is not
+    used any more.
 
     Args:
         directory: The rank's directory.
@@ -108,6 +110,9 @@ class RankDisk:
             if isinstance(order, Delete):
                 for block in order.blocks:
                     self._delete(block)
+                    self._note_deletion()
+                for group in {block.path.parent for block in order.blocks}:
+                    remove_empty(self._directory / group)
                     self._note_deletion()
                 continue
             done = False
@@ -193,7 +198,7 @@ class RankDisk:
                 if not path.is_dir():
                     continue
                 # An owner has at most 256 groups, each with a part of the files.
-                for group in path.iterdir():
+                for group in _listed(path):
                     if group.is_dir():
                         self._delete_in(group, selection)
                         self._note_deletion()
@@ -210,10 +215,11 @@ class RankDisk:
         if selection.hashes is None:
             _remove_tree(group)
             return
-        for file in group.iterdir():
+        for file in _listed(group):
             block = BlockName.parse(group.parent.name, group.name, file.name)
             if block is not None and selection.includes(block.hash, block.owner):
                 file.unlink(missing_ok=True)
+        remove_empty(group)
 
     def _note_deletion(self) -> None:
         """Shows that the disk does not hang, although an order takes long."""
@@ -232,6 +238,14 @@ class RankDisk:
         with self._lock:
             self._report.ended.append((order_id, done))
             self._report.num_wrong += num_wrong
+
+
+def _listed(path: Path) -> list[Path]:
+    """Returns what a directory holds: nothing if the search for blocks has removed it."""
+    try:
+        return list(path.iterdir())
+    except FileNotFoundError:
+        return []
 
 
 def _remove_tree(path: Path) -> None:

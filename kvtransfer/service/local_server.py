@@ -21,7 +21,9 @@ from baton.v1 import kv_transfer_pb2 as pb
 # MAX it closes the connection.
 _HIGH_WATER_BYTES = 2**18
 _MAX_UNREAD_BYTES = 4 * local_wire.MAX_LOCAL_MESSAGE_BYTES
+# Most merged notifications for one client.
 _MAX_MERGED = 65_536
+_ENDED = (pb.HANDOFF_STATE_RELEASED, pb.HANDOFF_STATE_FAILED)
 # Start of the file name in vllm/utils/network_utils.py, get_file_store_init_method.
 _RENDEZVOUS = "vllm_dist_"
 # Beginnings of the names of files that are removed with a killed worker's directory.
@@ -85,15 +87,34 @@ class LocalConnection(asyncio.Protocol):
         self._write(message)
 
     def notify(self, key: tuple[str, bytes], message: pb.LocalReply) -> None:
-        """Sends a notification; it replaces an unwritten one with the same key."""
+        """Sends a notification; it replaces an unwritten one with the same key.
+
+        When there are too many unwritten ones, the oldest end of a handoff is dropped. The
+        connection of the main process is closed instead, because that process counts handoffs.
+        """
         if not self._paused:
             self._write(message)
             return
         self._merged.pop(key, None)
         self._merged[key] = message
-        if len(self._merged) > _MAX_MERGED:
+        if len(self._merged) > _MAX_MERGED and not self._drop_oldest_end():
             logger.warning("control connection closed: it does not read")
             self.abort()
+
+    def _drop_oldest_end(self) -> bool:
+        """Drops the oldest unwritten end of a handoff; returns False if none may be dropped.
+
+        An engine that waits for no handoff does not read, for as long as the worker only sends.
+        Such an engine remembers fewer ends than stay here (connector/scheduler_half.py).
+        """
+        if self.is_main:
+            return False
+        # Few handoffs are live: each holds staging or a place in the queue for staging.
+        ends = (key for key, each in self._merged.items() if each.handoff.state in _ENDED)
+        oldest = next(ends, None)
+        if oldest is not None:
+            del self._merged[oldest]
+        return oldest is not None
 
     def abort(self) -> None:
         """Closes the connection now."""

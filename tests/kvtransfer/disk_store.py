@@ -50,8 +50,8 @@ class Store:
         self.now_s = 0.0
         self.index = DiskIndex(max_blocks, NUM_SLOTS // 2, NUM_RANKS, lambda: self.now_s)
         self.memory = np.zeros((NUM_RANKS, NUM_LAYERS, NUM_SLOTS, PAGE_BYTES), dtype=np.int8)
-        before = scan(self.directory.path, NUM_RANKS, PAYLOAD_BYTES)
-        self.index.found(before.blocks, before.num_wrong)
+        for before in scan(self.directory.path, NUM_RANKS, PAYLOAD_BYTES):
+            self.index.found(before.blocks, before.num_wrong)
         self.num_wrong, self.off = 0, ""
         self.loaded_bytes, self.load_s = 0, 0.0
 
@@ -124,6 +124,11 @@ class Store:
     def files(self) -> set[Path]:
         ranks = [rank_directory(self.directory.path, rank) for rank in range(NUM_RANKS)]
         return {one for rank in ranks for one in rank.rglob("*-*") if one.is_file()}
+
+    def directories(self) -> set[Path]:
+        """Returns the directories of owners and of their groups."""
+        ranks = [rank_directory(self.directory.path, rank) for rank in range(NUM_RANKS)]
+        return {one for rank in ranks for one in rank.rglob("*") if one.is_dir()}
 
     def close(self) -> None:
         self.directory.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import resource
@@ -13,12 +14,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from disk_store import NUM_RANKS, PAYLOAD_BYTES, Store, block, content, namespace
 
 from baton.kvtransfer.block_changes import CacheChange
-from baton.kvtransfer.disk import block_file
+from baton.kvtransfer.disk import block_file, directory
 from baton.kvtransfer.disk.directory import rank_directory, scan
 from baton.kvtransfer.disk.index import TIMEOUT_S, DiskIndex
 from baton.kvtransfer.disk.orders import BlockName, BlockSelection, DiskReport, Load
@@ -281,6 +283,57 @@ def test_a_smaller_bound_after_a_restart_keeps_what_was_used_last(tmp_path: Path
     assert len(after.files()) == 4 * NUM_RANKS
 
 
+def test_the_bound_holds_although_a_slow_disk_is_searched_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Each look at a directory takes 40 s."""
+    clock = itertools.count(0, 40)
+    monkeypatch.setattr(directory, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    for restart in range(3):
+        store = Store(tmp_path, max_blocks=20)
+        store.step()
+        written = [block(number, f"restart {restart}") for number in range(20)]
+        assert len(store.index) == (20 if restart else 0)
+        assert all(store.write(written))
+        assert len(store.files()) == 20 * NUM_RANKS
+        parts = list(scan(store.directory.path, NUM_RANKS, PAYLOAD_BYTES))
+        assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
+        assert len(parts) > 1
+        assert {one for part in parts for one in part.blocks} == set(written)
+        store.close()
+
+
+def of_files(store: Store) -> set[Path]:
+    """Returns the directories that hold files, or directories with files."""
+    return {parent for path in store.files() for parent in (path.parent, path.parent.parent)}
+
+
+def test_evicted_tenants_leave_no_directories(tmp_path: Path):
+    store = Store(tmp_path, max_blocks=4)
+    for tenant in range(5):
+        assert all(store.write([block(number, f"tenant {tenant}") for number in range(4)]))
+    assert len(store.files()) == 4 * NUM_RANKS
+    assert store.directories() == of_files(store)
+    # The same tenant may come back.
+    assert all(store.write([block(number, "tenant 0") for number in range(4)]))
+    assert all(store.load(block(number, "tenant 0")) for number in range(4))
+
+
+def test_a_restarted_worker_removes_empty_directories(tmp_path: Path):
+    store = Store(tmp_path)
+    store.write([block(1)])
+    for rank in range(NUM_RANKS):
+        store.path(block(2, "gone"), rank).parent.mkdir(parents=True)
+        store.path(block(3, "killed"), rank).parent.parent.mkdir()
+        # One file is no whole block, and is the only one of its tenant.
+        store.path(block(4, "damaged"), rank).parent.mkdir(parents=True)
+    store.path(block(4, "damaged"), 1).write_bytes(b"cut")
+    store.close()
+    after = Store(tmp_path)
+    assert after.directories() == of_files(after)
+    assert after.load(block(1))
+
+
 def test_writes_beyond_the_bound_are_dropped(tmp_path: Path):
     store = Store(tmp_path)
     accepted = 0
@@ -520,7 +573,8 @@ def test_a_killed_worker_leaves_only_whole_blocks(tmp_path: Path):
         for n in range(begin, begin + 200):
             store.load(block(n))
         assert store.num_wrong <= 2
-        assert scan(store.directory.path, NUM_RANKS, PAYLOAD_BYTES).num_wrong == 0
+        (found,) = scan(store.directory.path, NUM_RANKS, PAYLOAD_BYTES)
+        assert found.num_wrong == 0
         store.close()
 
 
@@ -677,6 +731,46 @@ def test_files_of_chosen_blocks_are_deleted(tmp_path: Path):
     assert not store.path(unknown, 0).exists()
     assert [store.load(one) for one in blocks] == [False, True, False, True]
     assert store.load(block(0))
+
+
+def test_a_deletion_of_chosen_blocks_leaves_no_empty_directories(tmp_path: Path):
+    store = Store(tmp_path)
+    blocks = [block(number, f"tenant {number}") for number in range(3)]
+    store.write(blocks)
+    store.index.delete(BlockSelection.of(None, {blocks[0].hash}))
+    # The index does not know these files.
+    store.index.turn_off("it was slow")
+    store.index.delete(BlockSelection.of(None, {blocks[1].hash}))
+    store.step()
+    assert store.files() == {store.path(blocks[2], rank) for rank in range(NUM_RANKS)}
+    assert store.directories() == of_files(store)
+
+
+@pytest.mark.parametrize("level", ["group", "owner"])
+def test_directories_that_vanish_during_a_deletion_leave_the_disk_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str
+):
+    """The search for blocks removes empty directories meanwhile."""
+    store, is_dir = Store(tmp_path), Path.is_dir
+    store.write([block(1)])
+    for rank in range(NUM_RANKS):
+        group = store.path(block(2, "gone"), rank).parent
+        (group if level == "group" else group.parent).mkdir(parents=True)
+    owner = None if level == "group" else "gone"
+    _, deletion = store.index.delete(BlockSelection.of(owner, {block(1).hash}))
+
+    def is_dir_and_goes(path):
+        found = is_dir(path)
+        if found and path.is_relative_to(store.directory.path) and not any(path.iterdir()):
+            path.rmdir()
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "is_dir", is_dir_and_goes)
+        store.step()
+    assert not store.off
+    assert store.index.take_deleted(deletion) is True
+    assert len(store.files()) == (0 if owner is None else NUM_RANKS)
 
 
 def test_files_are_deleted_although_the_disk_is_not_used_any_more(tmp_path: Path):

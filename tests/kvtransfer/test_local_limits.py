@@ -1,4 +1,4 @@
-"""Handoffs with more frames than one message of the control socket may list."""
+"""Limits of the control socket: frames in one message, and unread notifications."""
 
 import asyncio
 import time
@@ -12,6 +12,7 @@ from baton.kvtransfer import frames, local_wire
 from baton.kvtransfer.arena import Arena, Segment
 from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.sending import SenderLimits
+from baton.kvtransfer.service import local_server
 from baton.kvtransfer.service.core import TransferCore
 from baton.kvtransfer.service.local_server import LocalConnection
 from baton.kvtransfer.service.receiver import Receiver
@@ -76,3 +77,64 @@ def test_as_many_frames_as_may_be_listed_fit_a_message():
     )  # fmt: skip
     one = pb.LocalReply(claimed=pb.LocalClaimed(frames=[frame])).ByteSize()
     assert one * local_wire.MAX_LISTED_FRAMES < local_wire.MAX_LOCAL_MESSAGE_BYTES
+
+
+class Transport:
+    """A transport to a client that reads nothing; it records what is written, and its end."""
+
+    def __init__(self):
+        self.written = []
+        self.is_aborted = False
+
+    def set_write_buffer_limits(self, high):
+        pass
+
+    def get_write_buffer_size(self):
+        return 0
+
+    def write(self, data):
+        self.written.append(data)
+
+    def abort(self):
+        self.is_aborted = True
+
+
+def unread(monkeypatch, states, *, is_main=False):
+    """Returns the handoffs that a client learns when it reads at last, and its transport.
+
+    The service merges at most three notifications.
+    """
+    monkeypatch.setattr(local_server, "_MAX_MERGED", 3)
+    transport = Transport()
+    connection = LocalConnection(lambda *_: None, lambda _: None)
+    connection.connection_made(transport)
+    connection.is_main = is_main
+    connection.pause_writing()
+    for number, state in enumerate(states):
+        handoff = pb.LocalHandoffState(handoff_id=bytes([number]), state=state)
+        connection.notify(("receive", handoff.handoff_id), pb.LocalReply(handoff=handoff))
+    connection.resume_writing()
+    messages = local_wire.Unpacker().feed(b"".join(transport.written))
+    told = [pb.LocalReply.FromString(message).handoff.handoff_id[0] for message in messages]
+    return told, transport
+
+
+COMMITTED, FAILED = pb.HANDOFF_STATE_COMMITTED, pb.HANDOFF_STATE_FAILED
+RELEASED = pb.HANDOFF_STATE_RELEASED
+
+
+def test_an_engine_that_does_not_read_stays_connected(monkeypatch):
+    """As that of a worker which only computes prompts, while their requests are cancelled."""
+    states = [FAILED, COMMITTED, RELEASED, FAILED, FAILED]
+    told, transport = unread(monkeypatch, states)
+    assert told == [1, 3, 4]
+    assert not transport.is_aborted
+
+
+@pytest.mark.parametrize(("state", "is_main"), [(COMMITTED, False), (FAILED, True)])
+def test_no_live_handoff_and_no_end_for_the_worker_is_dropped(monkeypatch, state, is_main):
+    told, transport = unread(monkeypatch, 3 * [state], is_main=is_main)
+    assert told == [0, 1, 2]
+    assert not transport.is_aborted
+    _, transport = unread(monkeypatch, 4 * [state], is_main=is_main)
+    assert transport.is_aborted

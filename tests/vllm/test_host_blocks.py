@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from baton.kvtransfer.connector.cached_blocks import CachedBlocks
 from baton.kvtransfer.disk import block_file
+from baton.kvtransfer.disk import directory as disk_directory
 from baton.kvtransfer.disk.block_file import Identity
 from baton.kvtransfer.disk.directory import DiskDirectory, rank_directory
 from baton.kvtransfer.disk.index import DiskIndex
@@ -366,11 +368,14 @@ def test_blocks_on_their_way_to_and_from_disk_are_deleted_too() -> None:
     assert not any(key in table.disk for key in [*loaded, *on_their_way])
 
 
+@pytest.mark.parametrize("seconds_per_group", [0, 40])
 def test_nothing_is_written_before_the_blocks_of_an_earlier_worker_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds_per_group: int
 ) -> None:
     from baton.kvtransfer.connector import disk_tier
 
+    clock = itertools.count(0, seconds_per_group)
+    monkeypatch.setattr(disk_directory, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(disk_tier, "_FOUND_PER_STEP", 2)
     namespace, payload = bytes(32), 512
     directory = DiskDirectory.open(tmp_path, namespace, 1)
