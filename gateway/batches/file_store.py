@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from openai.types import FileObject
 
 from baton.gateway.batches.database import Database
+from baton.gateway.batches.status import Status
 from baton.runtime.config import BatchesConfig
 
 # Bytes of an upload that are written or read at a time.
@@ -77,14 +78,21 @@ class FileStore:
         )
 
     def check_room(self, num_bytes: int = 0) -> None:
-        """Raises StoreFull if this many bytes do not fit."""
-        used, limit = self._database.num_bytes, self._config.max_bytes
+        """Raises StoreFull if this many bytes do not fit beside the lines that are being read."""
+        with self._database.transaction() as db:
+            (reading,) = db.execute(
+                "SELECT coalesce(sum(bytes), 0) FROM files JOIN batches "
+                "ON files.id = batches.input_file_id "
+                "WHERE batches.delete_at IS NULL AND batches.status = ?",
+                (Status.VALIDATING,),
+            ).fetchone()
+        used, limit = self._database.num_bytes + reading, self._config.max_bytes
         if used + num_bytes > limit:
             raise StoreFull(
                 f"files and results use {used} bytes; at most {limit} (http.batches.max_bytes): "
                 "delete files"
             )
-        if (free := self._database.num_free_bytes) < RESERVE_BYTES + num_bytes:
+        if (free := self._database.num_free_bytes - reading) < RESERVE_BYTES + num_bytes:
             raise StoreFull(
                 f"the disk of http.batches.dir has {free} bytes free; {RESERVE_BYTES} must stay"
             )

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from baton.gateway import body_reader
 from baton.gateway.batches import BATCHES, FILES
-from baton.gateway.batches.batch_store import NewBatch
+from baton.gateway.batches.batch_store import NewBatch, OpenBatch
 from baton.gateway.batches.file_store import CHUNK_BYTES, StoreFull
 from baton.gateway.batches.runner import BatchRunner
 from baton.gateway.batches.status import Status
@@ -222,9 +222,13 @@ class BatchRoutes:
             expires.seconds if expires is not None else round(self._config.batches.expires_s),
         )
         runner = self._runner
-        # The lines are kept beside the file until they are done.
-        await runner.thread.call(runner.files.check_room, file.bytes)
-        created = await runner.thread.call(runner.batches.create, new, runner.now())
+
+        def create() -> OpenBatch:
+            # The lines are kept beside the file until they are done.
+            runner.files.check_room(file.bytes)
+            return runner.batches.create(new, runner.now())
+
+        created = await runner.thread.call(create)
         runner.start(created)
         batch = await runner.thread.call(runner.batches.find, owner, created.id)
         assert batch is not None

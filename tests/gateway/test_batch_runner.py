@@ -10,8 +10,10 @@ from collections import defaultdict
 import pytest
 from openai.types import FileObject
 
+from baton.gateway.batches import runner as runner_module
 from baton.gateway.batches.batch_store import NewBatch
 from baton.gateway.batches.database import Database
+from baton.gateway.batches.file_store import FileStore
 from baton.gateway.batches.runner import BatchRunner
 from baton.gateway.batches.status import Status
 from baton.gateway.metrics import BatchStats
@@ -117,6 +119,19 @@ async def test_a_line_whose_route_raises_fails_alone(tmp_path, endpoint):
             assert found["request_id"].startswith("req_")
             assert found["body"]["error"]["message"] == "internal error"
             assert found["body"].get("type") == ("error" if endpoint == MESSAGES else None)
+
+
+async def test_reading_the_input_goes_on_when_there_is_room_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner_module, "_RETRY_S", 0.0)
+    is_full = iter([True, False, True, True])
+    monkeypatch.setattr(FileStore, "is_full", property(lambda _: next(is_full, False)))
+
+    async def route(scope, receive, send):
+        await reply(send)
+
+    async with running(tmp_path, route) as runner:
+        batch = await ended(runner, await submit(runner, "a", "b"))
+        assert (batch.status, batch.request_counts.completed) == ("completed", 2)
 
 
 class Held:

@@ -286,6 +286,18 @@ def test_an_unfinished_upload_is_dropped_at_the_next_start(tmp_path):
         files.check_room(100_000)
 
 
+def test_lines_that_are_not_read_yet_have_their_room(tmp_path):
+    with opened(tmp_path, max_bytes=1_000_000) as (files, batches):
+        file_id = upload(files, lines("a"), b"x" * 200_000)
+        files.check_room(600_000)
+        reading = new_batch(batches, file_id)
+        new_batch(batches, file_id)
+        with pytest.raises(StoreFull, match="max_bytes"):
+            files.check_room(600_000)
+        validate(batches, reading)
+        files.check_room(400_000)
+
+
 def test_some_of_the_disk_stays_free(tmp_path, monkeypatch):
     with opened(tmp_path) as (files, _):
         upload(files, b"abc")

@@ -427,6 +427,29 @@ async def test_large_files_and_a_full_store_are_refused(start_gateway, cluster, 
             await upload(openai, b"x" * 100_000)
 
 
+async def test_batches_that_are_read_together_are_refused_or_complete(
+    start_gateway, cluster, directory
+):
+    limits = {"max_bytes": 2_000_000}
+    async with (
+        start_gateway(cluster.address, batches=directory | limits) as gateway,
+        gateway.openai() as openai,
+    ):
+        file = await upload(openai, *(with_body(str(n), user="x" * 60_000) for n in range(10)))
+        creating = (
+            openai.batches.create(
+                input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h"
+            )
+            for _ in range(8)
+        )
+        found = await asyncio.gather(*creating, return_exceptions=True)
+        refused = [one for one in found if isinstance(one, sdk.APIStatusError)]
+        batches = [await ended(openai, one) for one in found if one not in refused]
+        assert {one.status_code for one in refused} <= {507}
+        assert {one.status for one in batches} == {"completed"}
+        assert {one.request_counts.completed for one in batches} == {10}
+
+
 async def test_without_a_directory_the_routes_say_how_to_turn_them_on(scripted):
     async with scripted.openai() as openai:
         for call in (
