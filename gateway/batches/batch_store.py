@@ -80,6 +80,7 @@ class Line:
     number: int
     custom_id: str
     body: bytes
+    model_number: int
 
 
 class BatchStore:
@@ -224,14 +225,23 @@ class BatchStore:
             db.execute("DELETE FROM lines WHERE batch_id = ?", (batch_id,))
             self._end(db, batch_id, now)
 
-    def next_lines(self, batch_id: str, after: int) -> list[Line]:
-        """Returns some of the lines without a result after a line number; [] after the last."""
+    def model_numbers(self, batch_id: str) -> list[int]:
+        """Returns the numbers of the models of the lines without a result."""
+        with self._database.transaction() as db:
+            found = db.execute(
+                "SELECT DISTINCT model_number FROM lines WHERE batch_id = ? AND result IS NULL",
+                (batch_id,),
+            ).fetchall()
+        return [row["model_number"] for row in found]
+
+    def next_lines(self, batch_id: str, model_number: int, after: int) -> list[Line]:
+        """Returns some of a model's lines without a result after a line; [] after the last."""
         found, num_bytes = list[Line](), 0
         with self._database.transaction() as db:
             rows = db.execute(
-                "SELECT number, custom_id, body FROM lines WHERE batch_id = ? AND number > ? "
-                "AND result IS NULL ORDER BY number LIMIT ?",
-                (batch_id, after, _LINES_AT_ONCE),
+                "SELECT number, custom_id, body, model_number FROM lines WHERE batch_id = ? "
+                "AND number > ? AND model_number = ? AND result IS NULL ORDER BY number LIMIT ?",
+                (batch_id, after, model_number, _LINES_AT_ONCE),
             )
             for row in rows:
                 found.append(Line(*row))
@@ -341,7 +351,7 @@ def _add_line(db: sqlite3.Connection, batch_id: str, line: InputLine) -> None:
         error = BatchError(code=line.code, line=line.number, message=line.message, param=line.param)
         result = _result(line.custom_id, None, error.model_dump())
     db.execute(
-        "INSERT INTO lines VALUES (?, ?, ?, ?, ?, ?)",
+        "INSERT INTO lines VALUES (?, ?, ?, ?, ?, ?, ?)",
         (
             batch_id,
             line.number,
@@ -349,6 +359,7 @@ def _add_line(db: sqlite3.Connection, batch_id: str, line: InputLine) -> None:
             line.body,
             result,
             False if result is not None else None,
+            line.model_number,
         ),
     )
     if line.model is not None:

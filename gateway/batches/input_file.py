@@ -18,6 +18,8 @@ from baton.gateway.responses_route import RESPONSES
 from baton.runtime.errors import shown
 
 _MAX_CUSTOM_ID_CHARS = 512
+# Models of a file that are told apart; all further models count as the last one.
+_MAX_MODELS = 16
 _FIELDS = ("custom_id", "method", "url", "body")
 
 
@@ -31,6 +33,7 @@ class InputLine:
         body: The request as JSON; empty if the line is wrong.
         code, message, param: The error of a wrong line; `code` is empty if the line is right.
         model: The model that the request names, if any.
+        model_number: Number of the model in the file, from 0; see _MAX_MODELS.
     """
 
     number: int
@@ -40,6 +43,7 @@ class InputLine:
     message: str = ""
     param: str | None = None
     model: str | None = None
+    model_number: int = 0
 
 
 class WrongFile(Exception):
@@ -75,6 +79,7 @@ class InputParser:
         self._rest, self._rest_is_too_long = b"", False
         self._number, self._num_requests = 0, 0
         self._custom_ids: set[str] = set()
+        self._model_numbers: dict[str | None, int] = {}
 
     def feed(self, chunk: bytes, *, last: bool) -> Iterator[InputLine]:
         """Yields the lines that a chunk of the file completes.
@@ -126,16 +131,24 @@ class InputParser:
                     "custom_id",
                 )
             self._custom_ids.add(custom_id)
-            model = body.get("model")
+            named = body.get("model")
+            model = named if isinstance(named, str) else None
             return InputLine(
                 self._number,
                 custom_id,
                 json_body(body),
-                model=model if isinstance(model, str) else None,
+                model=model,
+                model_number=self._model_number(model),
             )
         except _WrongLine as problem:
             message = f"line {self._number}: {problem}"
             return InputLine(self._number, custom_id, b"", problem.code, message, problem.param)
+
+    def _model_number(self, model: str | None) -> int:
+        numbers = self._model_numbers
+        if model not in numbers and len(numbers) < _MAX_MODELS - 1:
+            numbers[model] = len(numbers)
+        return numbers.get(model, _MAX_MODELS - 1)
 
     def _body(self, values: dict[str, Any]) -> dict[str, Any]:
         """Returns the body; the route checks its fields later."""

@@ -196,10 +196,11 @@ class BatchRunner(AsyncClosing):
     async def _run_lines(self, batch: OpenBatch) -> None:
         """Runs the lines without a result; returns when every line has one."""
 
-        async def fetch(after: int) -> list[Line]:
-            return await self._with_room(self.batches.next_lines, batch.id, after)
+        async def fetch(model_number: int, after: int) -> list[Line]:
+            return await self._with_room(self.batches.next_lines, batch.id, model_number, after)
 
-        queue = LineQueue(fetch, self._config.batches.max_running)
+        model_numbers = await self.thread.call(self.batches.model_numbers, batch.id)
+        queue = LineQueue(fetch, model_numbers, self._config.batches.max_running)
         async with asyncio.TaskGroup() as group:
             while (line := await queue.get()) is not None:
                 await self._slots.take(batch.owner)
@@ -216,7 +217,7 @@ class BatchRunner(AsyncClosing):
             return
         succeeded = await self.thread.call(self.batches.record, batch.id, line, answer)
         self._stats.lines["completed" if succeeded else "failed"] += 1
-        queue.done()
+        queue.done(line)
 
     async def _answered(self, batch: OpenBatch, line: Line) -> Answer:
         """Sends a line to its route; a route that raises fails this line only."""

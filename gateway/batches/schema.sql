@@ -79,5 +79,7 @@ CREATE TABLE lines (
     -- The line of the result file or error file; null until the line is done.
     result BLOB,
     succeeded INTEGER,
+    -- Number of the model among those of the file; some models share the last number.
+    model_number INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (batch_id, number)
 );

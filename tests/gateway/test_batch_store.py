@@ -87,7 +87,7 @@ def test_lines_may_cross_chunks(tmp_path):
             chunks = [data[start : start + size] for start in range(0, len(data), size)]
             batch = new_batch(batches, upload(files, *chunks))
             validate(batches, batch)
-            found = batches.next_lines(batch.id, 0)
+            found = batches.next_lines(batch.id, 0, 0)
             assert [(line.number, line.custom_id) for line in found] == [
                 (1, "a"),
                 (2, "b"),
@@ -119,7 +119,7 @@ def test_lines_are_read_by_parts_of_bounded_size(tmp_path):
         assert not batches.read_input(batch, parser, 1)
         batches.begin_lines(batch.id, NOW_S)
         after, sizes, found = 0, [], []
-        while part := batches.next_lines(batch.id, after):
+        while part := batches.next_lines(batch.id, 0, after):
             after = part[-1].number
             sizes.append(len(part))
             found += [line.custom_id for line in part]
@@ -131,14 +131,14 @@ def test_a_result_is_written_once(tmp_path):
     with opened(tmp_path) as (files, batches):
         batch = new_batch(batches, upload(files, lines("a", "b")))
         validate(batches, batch)
-        a, b = batches.next_lines(batch.id, 0)
+        a, b = batches.next_lines(batch.id, 0, 0)
         for _ in range(2):
             batches.record(batch.id, a, DONE)
     with opened(tmp_path) as (files, batches):
         (batch,) = batches.open_batches()
         assert (batch.status, batch.authorization) == (Status.IN_PROGRESS, SECRET)
-        assert batches.next_lines(batch.id, 0) == [b]
-        assert batches.next_lines(batch.id, 2) == []
+        assert batches.next_lines(batch.id, 0, 0) == [b]
+        assert batches.next_lines(batch.id, 0, 2) == []
         batches.record(batch.id, b, Answer(400, "req_2", b"{}", None))
         for _ in range(2):
             batches.finish(batch.id, Status.COMPLETED, NOW_S)
@@ -192,7 +192,7 @@ def test_the_usage_of_a_batch_counts_each_api_alike(tmp_path, usage, inputs, cac
     with opened(tmp_path) as (files, batches):
         batch = new_batch(batches, upload(files, lines("a", "b")))
         validate(batches, batch)
-        for line in batches.next_lines(batch.id, 0):
+        for line in batches.next_lines(batch.id, 0, 0):
             batches.record(
                 batch.id, line, replace(DONE, body=json.dumps({"usage": usage}).encode())
             )
@@ -212,7 +212,7 @@ def test_results_are_read_by_parts_of_bounded_size(tmp_path):
             number += 1
         batches.begin_lines(batch.id, NOW_S)
         after = 0
-        while part := batches.next_lines(batch.id, after):
+        while part := batches.next_lines(batch.id, 0, after):
             after = part[-1].number
             for line in part:
                 large = json.dumps("x" * (200_000 if line.number <= 40 else 1))
@@ -239,7 +239,7 @@ def test_an_interrupted_validation_begins_again(tmp_path):
         (batch,) = batches.open_batches()
         assert batch.status is Status.VALIDATING
         validate(batches, batch)
-        found = batches.next_lines(batch.id, 0)
+        found = batches.next_lines(batch.id, 0, 0)
         assert [line.custom_id for line in found] == ["a", "b", "c", "d"]
 
 
@@ -327,7 +327,7 @@ def test_credentials_and_prompts_do_not_outlive_what_needs_them(tmp_path):
         file_id = upload(files, lines("name-of-this-test"))
         batch = new_batch(batches, file_id)
         validate(batches, batch)
-        (line,) = batches.next_lines(batch.id, 0)
+        (line,) = batches.next_lines(batch.id, 0, 0)
         batches.record(batch.id, line, DONE)
         batches.finish(batch.id, Status.COMPLETED, NOW_S)
         found = batches.find(OWNER, batch.id)
@@ -366,6 +366,19 @@ def test_only_moves_in_the_table_are_possible():
             else:
                 with pytest.raises(ValueError, match="cannot become"):
                     advance(old, new)
+
+
+def test_a_database_of_an_earlier_version_goes_on(tmp_path):
+    with opened(tmp_path) as (files, batches):
+        batch = new_batch(batches, upload(files, lines("a", "b")))
+        validate(batches, batch)
+    with sqlite3.connect(tmp_path / "batches.sqlite") as db:
+        db.execute("ALTER TABLE lines DROP COLUMN model_number")
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+    with opened(tmp_path) as (files, batches):
+        assert batches.model_numbers(batch.id) == [0]
+        assert [line.custom_id for line in batches.next_lines(batch.id, 0, 0)] == ["a", "b"]
 
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path):

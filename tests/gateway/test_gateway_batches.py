@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import AsyncExitStack
 
 import httpx2 as httpx
 import openai as sdk
@@ -16,6 +17,7 @@ import yaml
 from baton_command import START_S, Process
 from openai import AsyncOpenAI
 from processes import Cluster
+from scripted_cell import CellOf, serve
 from scripted_inference import ScriptedInference, accepted, delta, failed, finished, serving
 
 from baton import models
@@ -575,6 +577,23 @@ async def test_only_refusals_of_now_run_again(
         assert [one["custom_id"] for one in done] == ["d"]
         statuses = [(one["custom_id"], one["response"]["status_code"]) for one in wrong]
         assert statuses == [("a", 429), ("b", 500), ("c", 504)]
+
+
+async def test_lines_of_a_model_that_is_away_do_not_hold_up_the_others(start_gateway, directory):
+    async with AsyncExitStack() as stack:
+        away, there = CellOf("away", "a"), CellOf("there", "b")
+        away.refuses = errors.Unavailable("no decode worker is attached")
+        addresses = [await stack.enter_async_context(serve(cell)) for cell in (away, there)]
+        limits = directory | {"max_running": 2}
+        gateway = await stack.enter_async_context(start_gateway(*addresses, batches=limits))
+        openai = await stack.enter_async_context(gateway.openai())
+        lines = [with_body(str(n), model="aab"[n % 3], prompt="x") for n in range(30)]
+        batch = await submit(openai, *lines)
+        batch = await until(openai, batch, lambda one: one.request_counts.completed == 10)
+        assert len(there.requests) == 10
+        away.refuses = None
+        batch = await ended(openai, batch)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 30)
 
 
 class Hung(ScriptedInference):
