@@ -30,7 +30,10 @@ _DATABASE, _LOCK = "batches.sqlite", "lock"
 # Changes with the schema.
 _VERSION = 2
 # Changes a database of version 1.
-_FROM_VERSION_1 = "ALTER TABLE lines ADD COLUMN model_number INTEGER NOT NULL DEFAULT 0;"
+_FROM_VERSION_1 = """
+ALTER TABLE lines ADD COLUMN model_number INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE batches ADD COLUMN line_bytes INTEGER NOT NULL DEFAULT 0;
+"""
 # The write-ahead log is truncated to this after a checkpoint.
 _MAX_LOG_BYTES = 64 * 2**20
 

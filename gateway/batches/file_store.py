@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +16,14 @@ from baton.runtime.config import BatchesConfig
 CHUNK_BYTES = 256 * 2**10
 # Free space of the disk that is never used: SQLite needs some even to delete.
 RESERVE_BYTES = 64 * 2**20
+# A caller may have at most this many times what stays free of a limit, so that no caller takes all.
+_SHARE = 3
 # Result lines that are read at a time, and the bytes after which no further line is read.
 _RESULTS_AT_ONCE, RESULT_BYTES_AT_ONCE = 256, 2**20
 
 
 class StoreFull(Exception):
-    """A limit of the store is reached; the message names its configuration key."""
+    """A limit of the store is reached for a caller; the message names its configuration key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,13 @@ class Part:
     next: int
 
 
+@dataclass(slots=True)
+class _RunningUpload:
+    owner: bytes
+    num_bytes: int
+    num_unwritten_bytes: int
+
+
 class FileStore:
     """Reads and writes files. All methods use the database's thread.
 
@@ -48,54 +56,87 @@ class FileStore:
 
     def __init__(self, database: Database, config: BatchesConfig) -> None:
         self._database, self._config = database, config
+        self._uploads: dict[str, _RunningUpload] = {}
         with database.transaction() as db:
             # Uploads that the last process did not finish.
             db.execute("DELETE FROM chunks WHERE file_id NOT IN (SELECT id FROM files)")
 
-    def begin_upload(self) -> str:
-        """Returns the ID of a new file. Raises StoreFull."""
+    def begin_upload(self, file_id: str, owner: bytes, num_bytes: int) -> None:
+        """Reserves room for a new file until `finish_upload` or `drop_upload`. Raises StoreFull."""
         with self._database.transaction() as db:
-            (count,) = db.execute("SELECT count(*) FROM files WHERE batch_id IS NULL").fetchone()
-        if count >= self._config.max_files:
+            count, own = db.execute(
+                "SELECT count(*), count(*) FILTER (WHERE owner = ?) FROM files "
+                "WHERE batch_id IS NULL",
+                (owner,),
+            ).fetchone()
+        count += len(self._uploads)
+        own += sum(one.owner == owner for one in self._uploads.values())
+        if not is_fair(own + 1, self._config.max_files - count - 1):
             raise StoreFull(
-                f"{count} files are kept; at most {self._config.max_files} "
-                "(http.batches.max_files): delete files"
+                f"{count} files are kept, {own} of them of this caller; at most "
+                f"{self._config.max_files} (http.batches.max_files) for all callers: delete files"
             )
-        return f"file-{secrets.token_hex(12)}"
+        self.check_room(owner, num_bytes)
+        self._uploads[file_id] = _RunningUpload(owner, num_bytes, num_bytes)
 
     def add_chunk(self, file_id: str, number: int, data: bytes) -> None:
         """Adds the next part of an upload. Raises StoreFull."""
-        self.check_room(len(data))
+        upload = self._uploads[file_id]
+        if self._is_full:
+            raise StoreFull("http.batches.max_bytes or the disk of http.batches.dir is full")
         with self._database.transaction() as db:
             db.execute("INSERT INTO chunks VALUES (?, ?, ?)", (file_id, number, data))
+        upload.num_unwritten_bytes -= len(data)
+
+    def is_full_for(self, owner: bytes) -> bool:
+        """Whether this caller's batches must wait for room."""
+        own = self._own_bytes(owner)
+        return self._is_full or not is_fair(own, self._config.max_bytes - own)
+
+    def check_room(self, owner: bytes, num_bytes: int) -> None:
+        """Raises StoreFull if this many bytes of a caller do not fit."""
+        with self._database.transaction() as db:
+            # The lines of these batches are not written yet.
+            (coming,) = db.execute(
+                "SELECT coalesce(sum(line_bytes), 0) FROM batches "
+                "WHERE delete_at IS NULL AND status = ?",
+                (Status.VALIDATING,),
+            ).fetchone()
+        coming += sum(upload.num_unwritten_bytes for upload in self._uploads.values())
+        own = self._own_bytes(owner)
+        used, limit = self._database.num_bytes + coming, self._config.max_bytes
+        free = self._database.num_free_bytes - coming
+        for left, told in (
+            (
+                limit - used,
+                f"files and results use {used} bytes; at most {limit} (http.batches.max_bytes)",
+            ),
+            (
+                free - RESERVE_BYTES,
+                f"the disk of http.batches.dir has {free} bytes free; {RESERVE_BYTES} must stay",
+            ),
+        ):
+            if not is_fair(own + num_bytes, left - num_bytes):
+                raise StoreFull(f"{told}; this caller has {own}: delete files")
 
     @property
-    def is_full(self) -> bool:
-        """Whether no more bytes fit."""
+    def _is_full(self) -> bool:
         database = self._database
         return (
             database.num_bytes > self._config.max_bytes or database.num_free_bytes < RESERVE_BYTES
         )
 
-    def check_room(self, num_bytes: int = 0) -> None:
-        """Raises StoreFull if this many bytes do not fit beside the lines that are being read."""
+    def _own_bytes(self, owner: bytes) -> int:
+        """Size of a caller's files, running uploads, and lines of open batches."""
         with self._database.transaction() as db:
-            (reading,) = db.execute(
-                "SELECT coalesce(sum(bytes), 0) FROM files JOIN batches "
-                "ON files.id = batches.input_file_id "
-                "WHERE batches.delete_at IS NULL AND batches.status = ?",
-                (Status.VALIDATING,),
+            (stored,) = db.execute(
+                "SELECT (SELECT coalesce(sum(bytes), 0) FROM files WHERE owner = ?) + "
+                "(SELECT coalesce(sum(line_bytes), 0) FROM batches "
+                "WHERE owner = ? AND delete_at IS NULL)",
+                (owner, owner),
             ).fetchone()
-        used, limit = self._database.num_bytes + reading, self._config.max_bytes
-        if used + num_bytes > limit:
-            raise StoreFull(
-                f"files and results use {used} bytes; at most {limit} (http.batches.max_bytes): "
-                "delete files"
-            )
-        if (free := self._database.num_free_bytes - reading) < RESERVE_BYTES + num_bytes:
-            raise StoreFull(
-                f"the disk of http.batches.dir has {free} bytes free; {RESERVE_BYTES} must stay"
-            )
+        uploads = self._uploads.values()
+        return int(stored) + sum(one.num_bytes for one in uploads if one.owner == owner)
 
     def finish_upload(self, owner: bytes, file: FileObject) -> None:
         """Makes an upload visible to its owner."""
@@ -113,9 +154,11 @@ class FileStore:
                     file.expires_at,
                 ),
             )
+        self._uploads.pop(file.id, None)
 
     def drop_upload(self, file_id: str) -> None:
         """Deletes the chunks of an upload that failed."""
+        self._uploads.pop(file_id, None)
         with self._database.transaction() as db:
             db.execute("DELETE FROM chunks WHERE file_id = ?", (file_id,))
 
@@ -189,6 +232,11 @@ class FileStore:
         with self._database.transaction() as db:
             for row in db.execute("SELECT * FROM files WHERE expires_at <= ?", (now,)).fetchall():
                 _delete(db, row)
+
+
+def is_fair(own: int, left: int) -> bool:
+    """Whether a caller may have this much of a limit of which this much stays free."""
+    return own <= _SHARE * left
 
 
 def chunk(db: sqlite3.Connection, file_id: str, number: int) -> bytes | None:

@@ -6,6 +6,7 @@ those of the `openai` package. A caller sees the files and batches of its own cr
 
 from __future__ import annotations
 
+import secrets
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Annotated, Literal, TypeAlias, TypeVar
@@ -178,9 +179,9 @@ class BatchRoutes:
 
     async def _stored(self, owner: bytes, upload: Upload) -> FileObject:
         call, files, now = self._runner.thread.call, self._runner.files, self._runner.now()
-        file_id = await call(files.begin_upload)
+        file_id = f"file-{secrets.token_hex(12)}"
         try:
-            await call(files.check_room, upload.num_bytes)
+            await call(files.begin_upload, file_id, owner, upload.num_bytes)
             number = 0
             while data := await upload.file.read(CHUNK_BYTES):
                 await call(files.add_chunk, file_id, number, data)
@@ -218,6 +219,7 @@ class BatchRoutes:
             request.headers.get("x-baton-tenant", ""),
             body.endpoint,
             file.id,
+            file.bytes,
             body.metadata,
             expires.seconds if expires is not None else round(self._config.batches.expires_s),
         )
@@ -225,7 +227,7 @@ class BatchRoutes:
 
         def create() -> OpenBatch:
             # The lines are kept beside the file until they are done.
-            runner.files.check_room(file.bytes)
+            runner.files.check_room(owner, file.bytes)
             return runner.batches.create(new, runner.now())
 
         created = await runner.thread.call(create)

@@ -133,11 +133,13 @@ class BatchRunner(AsyncClosing):
         self.batches.delete_old(now)
         return self.batches.due(now), self._database.num_bytes
 
-    async def _with_room(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Calls a function in the thread, as soon as there is room for what follows from it."""
+    async def _with_room(
+        self, owner: bytes, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Calls a function in the thread, as soon as its caller has room for what follows."""
 
         def call() -> tuple[T] | None:
-            return None if self.files.is_full else (function(*args, **kwargs),)
+            return None if self.files.is_full_for(owner) else (function(*args, **kwargs),)
 
         while True:
             result = await self.thread.call(call)
@@ -184,7 +186,8 @@ class BatchRunner(AsyncClosing):
         try:
             await self.thread.call(self.batches.begin_validation, batch.id)
             number = 0
-            while await self._with_room(self.batches.read_input, batch, parser, number):
+            read_input = self.batches.read_input
+            while await self._with_room(batch.owner, read_input, batch, parser, number):
                 number += 1
             num_wrong = await self.thread.call(self.batches.begin_lines, batch.id, self.now())
         except WrongFile as problem:
@@ -197,7 +200,8 @@ class BatchRunner(AsyncClosing):
         """Runs the lines without a result; returns when every line has one."""
 
         async def fetch(model_number: int, after: int) -> list[Line]:
-            return await self._with_room(self.batches.next_lines, batch.id, model_number, after)
+            next_lines = self.batches.next_lines
+            return await self._with_room(batch.owner, next_lines, batch.id, model_number, after)
 
         model_numbers = await self.thread.call(self.batches.model_numbers, batch.id)
         queue = LineQueue(fetch, model_numbers, self._config.batches.max_running)

@@ -57,6 +57,8 @@ CREATE TABLE batches (
     output_expires_s INTEGER NOT NULL,
     -- When the row may be deleted; null while the batch is open.
     delete_at INTEGER,
+    -- Size of the lines while the batch is open: of the input file, then of results in its place.
+    line_bytes INTEGER NOT NULL DEFAULT 0,
     total INTEGER NOT NULL DEFAULT 0,
     completed INTEGER NOT NULL DEFAULT 0,
     failed INTEGER NOT NULL DEFAULT 0,

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import secrets
 import threading
 import time
 from collections import defaultdict
@@ -46,8 +47,10 @@ async def submit(runner, *names, endpoint=COMPLETIONS, owner=OWNER):
     data, now = b"\n".join(json.dumps(one).encode() for one in lines), runner.now()
 
     def create():
+        file_id = f"file-{secrets.token_hex(12)}"
+        runner.files.begin_upload(file_id, owner, len(data))
         file = FileObject(
-            id=runner.files.begin_upload(),
+            id=file_id,
             object="file",
             bytes=len(data),
             created_at=now,
@@ -58,7 +61,8 @@ async def submit(runner, *names, endpoint=COMPLETIONS, owner=OWNER):
         )
         runner.files.add_chunk(file.id, 0, data)
         runner.files.finish_upload(owner, file)
-        return runner.batches.create(NewBatch(owner, "", "", endpoint, file.id, None, 1000), now)
+        new = NewBatch(owner, "", "", endpoint, file_id, len(data), None, 1000)
+        return runner.batches.create(new, now)
 
     batch = await runner.thread.call(create)
     runner.start(batch)
@@ -124,7 +128,7 @@ async def test_a_line_whose_route_raises_fails_alone(tmp_path, endpoint):
 async def test_reading_the_input_goes_on_when_there_is_room_again(tmp_path, monkeypatch):
     monkeypatch.setattr(runner_module, "_RETRY_S", 0.0)
     is_full = iter([True, False, True, True])
-    monkeypatch.setattr(FileStore, "is_full", property(lambda _: next(is_full, False)))
+    monkeypatch.setattr(FileStore, "is_full_for", lambda *_: next(is_full, False))
 
     async def route(scope, receive, send):
         await reply(send)

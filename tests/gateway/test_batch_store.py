@@ -3,6 +3,7 @@
 import codecs
 import contextlib
 import json
+import secrets
 import sqlite3
 from dataclasses import replace
 
@@ -31,11 +32,18 @@ def opened(path, **limits):
         yield FileStore(database, config), BatchStore(database, config)
 
 
-def upload(files, *chunks):
+def begin_upload(files, num_bytes, owner=OWNER):
+    file_id = f"file-{secrets.token_hex(12)}"
+    files.begin_upload(file_id, owner, num_bytes)
+    return file_id
+
+
+def upload(files, *chunks, owner=OWNER):
+    num_bytes = sum(map(len, chunks))
     file = FileObject(
-        id=files.begin_upload(),
+        id=begin_upload(files, num_bytes, owner),
         object="file",
-        bytes=sum(map(len, chunks)),
+        bytes=num_bytes,
         created_at=NOW_S,
         expires_at=NOW_S + 1000,
         filename="a",
@@ -44,13 +52,23 @@ def upload(files, *chunks):
     )
     for number, data in enumerate(chunks):
         files.add_chunk(file.id, number, data)
-    files.finish_upload(OWNER, file)
+    files.finish_upload(owner, file)
     return file.id
 
 
-def new_batch(batches, file_id):
-    new = NewBatch(OWNER, SECRET, "", ROUTE, file_id, None, 1000)
+def new_batch(batches, file_id, num_input_bytes=0, owner=OWNER):
+    new = NewBatch(owner, SECRET, "", ROUTE, file_id, num_input_bytes, None, 1000)
     return batches.create(new, NOW_S)
+
+
+def num_added(add):
+    """Adds until a limit is reached; returns how often that succeeded."""
+    num = 0
+    with contextlib.suppress(StoreFull):
+        while True:
+            add()
+            num += 1
+    return num
 
 
 def lines(*names):
@@ -279,31 +297,80 @@ def test_a_batch_cancelled_before_its_lines_are_counted_has_no_results(tmp_path)
 
 def test_an_unfinished_upload_is_dropped_at_the_next_start(tmp_path):
     with opened(tmp_path) as (files, _):
-        files.add_chunk(files.begin_upload(), 0, b"x" * 200_000)
+        files.add_chunk(begin_upload(files, 200_000), 0, b"x" * 200_000)
         kept = upload(files, b"abc")
     with opened(tmp_path, max_bytes=250_000) as (files, _):
         assert files.read(OWNER, kept, 0).data == b"abc"
-        files.check_room(100_000)
+        files.check_room(b"another", 100_000)
 
 
 def test_lines_that_are_not_read_yet_have_their_room(tmp_path):
     with opened(tmp_path, max_bytes=1_000_000) as (files, batches):
         file_id = upload(files, lines("a"), b"x" * 200_000)
-        files.check_room(600_000)
-        reading = new_batch(batches, file_id)
-        new_batch(batches, file_id)
+        files.check_room(b"another", 500_000)
+        reading = new_batch(batches, file_id, 200_000)
         with pytest.raises(StoreFull, match="max_bytes"):
-            files.check_room(600_000)
+            files.check_room(b"another", 500_000)
         validate(batches, reading)
-        files.check_room(400_000)
+        files.check_room(b"another", 400_000)
+
+
+def test_a_running_upload_has_its_room(tmp_path):
+    with opened(tmp_path, max_bytes=1_000_000) as (files, _):
+        file_id = begin_upload(files, 500_000)
+        with pytest.raises(StoreFull, match="max_bytes"):
+            begin_upload(files, 500_000, b"another")
+        files.add_chunk(file_id, 0, b"x" * 200_000)
+        files.drop_upload(file_id)
+        begin_upload(files, 500_000, b"another")
+
+
+def test_a_caller_leaves_room_for_the_files_of_others(tmp_path):
+    with opened(tmp_path, max_bytes=2_000_000) as (files, _):
+        assert num_added(lambda: upload(files, b"x" * 200_000)) == 7
+        upload(files, b"x" * 200_000, owner=b"another")
+    with opened(tmp_path / "count", max_files=20) as (files, _):
+        assert num_added(lambda: upload(files, b"x")) == 15
+        upload(files, b"x", owner=b"another")
+
+
+def test_a_caller_leaves_room_for_the_results_of_others(tmp_path):
+    with opened(tmp_path, max_bytes=2_000_000) as (files, batches):
+        names = [str(n) for n in range(60)]
+        batch = new_batch(batches, upload(files, lines(*names)))
+        validate(batches, batch)
+        large = replace(DONE, body=json.dumps({"a": "x" * 30_000}).encode())
+        for line in batches.next_lines(batch.id, 0, 0):
+            if files.is_full_for(OWNER):
+                break
+            batches.record(batch.id, line, large)
+        assert files.is_full_for(OWNER)
+        assert not files.is_full_for(b"another")
+        upload(files, b"x" * 200_000, owner=b"another")
+
+
+def test_a_caller_leaves_room_for_the_batches_of_others(tmp_path):
+    with opened(tmp_path, max_files=8) as (files, batches):
+        file_id, created = upload(files, lines("a")), []
+        assert num_added(lambda: created.append(new_batch(batches, file_id))) == 6
+        other = new_batch(batches, file_id, owner=b"another")
+        # Ended batches with results stay, those without results make place.
+        with_results, *without = created[:3]
+        validate(batches, with_results)
+        for batch in (with_results, *without):
+            batches.finish(batch.id, Status.EXPIRED, NOW_S)
+        new_batch(batches, file_id)
+        assert all(batches.find(OWNER, batch.id) is None for batch in without)
+        assert batches.find(OWNER, with_results.id) is not None
+        assert batches.find(b"another", other.id) is not None
 
 
 def test_some_of_the_disk_stays_free(tmp_path, monkeypatch):
     with opened(tmp_path) as (files, _):
         upload(files, b"abc")
-        assert not files.is_full
+        assert not files.is_full_for(OWNER)
         monkeypatch.setattr(file_store, "RESERVE_BYTES", 2**62)
-        assert files.is_full
+        assert files.is_full_for(OWNER)
         with pytest.raises(StoreFull, match=r"the disk of http\.batches\.dir has \d+ bytes free"):
             upload(files, b"abc")
 
@@ -374,6 +441,7 @@ def test_a_database_of_an_earlier_version_goes_on(tmp_path):
         validate(batches, batch)
     with sqlite3.connect(tmp_path / "batches.sqlite") as db:
         db.execute("ALTER TABLE lines DROP COLUMN model_number")
+        db.execute("ALTER TABLE batches DROP COLUMN line_bytes")
         db.execute("PRAGMA user_version = 1")
     db.close()
     with opened(tmp_path) as (files, batches):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import io
 import json
 import os
@@ -408,7 +409,7 @@ async def test_wrong_requests_name_what_is_wrong(openai, batching):
 
 
 async def test_large_files_and_a_full_store_are_refused(start_gateway, cluster, directory):
-    limits = {"max_file_bytes": 100_000, "max_files": 3, "max_bytes": 300_000}
+    limits = {"max_file_bytes": 100_000, "max_files": 4, "max_bytes": 400_000}
     async with (
         start_gateway(cluster.address, batches=directory | limits) as gateway,
         gateway.openai() as openai,
@@ -450,6 +451,27 @@ async def test_batches_that_are_read_together_are_refused_or_complete(
         assert {one.status_code for one in refused} <= {507}
         assert {one.status for one in batches} == {"completed"}
         assert {one.request_counts.completed for one in batches} == {10}
+
+
+async def test_a_caller_does_not_keep_another_one_out(start_gateway, cluster, directory):
+    async with (
+        start_gateway(cluster.address, batches=directory | {"max_files": 8}) as gateway,
+        gateway.openai(api_key="one") as one,
+        gateway.openai(api_key="another") as other,
+    ):
+        file = await upload(one, line("a"))
+        create = functools.partial(
+            one.batches.create,
+            input_file_id=file.id,
+            endpoint=COMPLETIONS,
+            completion_window="24h",
+        )
+        for add in (functools.partial(upload, one, line("a")), create):
+            added = await asyncio.gather(*(add() for _ in range(8)), return_exceptions=True)
+            refused = [one for one in added if isinstance(one, sdk.APIStatusError)]
+            assert {one.status_code for one in refused} == {507}
+        batch = await ended(other, await submit(other, line("a")))
+        assert batch.status == "completed"
 
 
 async def test_without_a_directory_the_routes_say_how_to_turn_them_on(scripted):
@@ -838,12 +860,13 @@ async def test_lines_wait_while_there_is_no_room_for_results(
     start_gateway, cluster, directory, monkeypatch
 ):
     monkeypatch.setattr(runner, "_RETRY_S", 0.02)
-    limit, num_lines = 400_000, 400
+    limit, num_lines = 420_000, 400
     async with (
         start_gateway(cluster.address, batches=directory | {"max_bytes": limit}) as gateway,
         gateway.openai() as openai,
+        gateway.openai(api_key="another") as another,
     ):
-        other = await upload(openai, b"x" * 200_000)
+        other = await upload(another, b"x" * 200_000)
         lines = [with_body(f"request-{n}", max_tokens=2) for n in range(num_lines)]
         batch = await submit(openai, *lines)
 
@@ -856,7 +879,7 @@ async def test_lines_wait_while_there_is_no_room_for_results(
             while await num_bytes() <= limit:
                 batch = await openai.batches.retrieve(batch.id)
                 assert not is_ended(batch)
-        await openai.files.delete(other.id)
+        await another.files.delete(other.id)
         batch = await ended(openai, batch)
         right_results(await content(openai, batch.output_file_id), num_lines)
 
