@@ -116,8 +116,10 @@ def _locked(path: Path) -> int:
     except OSError:
         os.close(lock)
         raise
-    os.truncate(lock, 0)
-    os.write(lock, f"pid {os.getpid()}\n".encode())
+    # Only the error above needs the ID: on a full disk the gateway starts without it.
+    with contextlib.suppress(OSError):
+        os.truncate(lock, 0)
+        os.write(lock, f"pid {os.getpid()}\n".encode())
     return lock
 
 

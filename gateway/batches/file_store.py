@@ -57,9 +57,8 @@ class FileStore:
     def __init__(self, database: Database, config: BatchesConfig) -> None:
         self._database, self._config = database, config
         self._uploads: dict[str, _RunningUpload] = {}
-        with database.transaction() as db:
-            # Uploads that the last process did not finish.
-            db.execute("DELETE FROM chunks WHERE file_id NOT IN (SELECT id FROM files)")
+        # Whether there may be chunks of uploads that failed, in this process or the last one.
+        self._may_have_orphans = True
 
     def begin_upload(self, file_id: str, owner: bytes, num_bytes: int) -> None:
         """Reserves room for a new file until `finish_upload` or `drop_upload`. Raises StoreFull."""
@@ -157,10 +156,22 @@ class FileStore:
         self._uploads.pop(file.id, None)
 
     def drop_upload(self, file_id: str) -> None:
-        """Deletes the chunks of an upload that failed."""
+        """Ends an upload that failed, and deletes its chunks."""
         self._uploads.pop(file_id, None)
+        self._may_have_orphans = True
+        self.delete_orphans()
+
+    def delete_orphans(self) -> None:
+        """Deletes the chunks of uploads that failed."""
+        if not self._may_have_orphans:
+            return
         with self._database.transaction() as db:
-            db.execute("DELETE FROM chunks WHERE file_id = ?", (file_id,))
+            found = db.execute(
+                "SELECT DISTINCT file_id FROM chunks WHERE file_id NOT IN (SELECT id FROM files)"
+            ).fetchall()
+            orphans = [(row["file_id"],) for row in found if row["file_id"] not in self._uploads]
+            db.executemany("DELETE FROM chunks WHERE file_id = ?", orphans)
+        self._may_have_orphans = False
 
     def find(self, owner: bytes, file_id: str) -> FileObject | None:
         """Returns a file of this owner; None if there is none."""

@@ -129,6 +129,7 @@ class BatchRunner(AsyncClosing):
 
     def _swept(self, now: int) -> tuple[list[str], int]:
         """Returns the batches whose completion window is over, and the used bytes."""
+        self.files.delete_orphans()
         self.files.delete_expired(now)
         self.batches.delete_old(now)
         return self.batches.due(now), self._database.num_bytes

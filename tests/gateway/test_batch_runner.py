@@ -90,6 +90,11 @@ async def results(runner, file_id):
     return {one["custom_id"]: one["response"] for one in found}
 
 
+def num_chunks(runner):
+    with runner.files._database.transaction() as db:
+        return db.execute("SELECT count(*) FROM chunks").fetchone()[0]
+
+
 async def name_in(receive):
     return json.loads((await receive())["body"])["name"]
 
@@ -136,6 +141,28 @@ async def test_reading_the_input_goes_on_when_there_is_room_again(tmp_path, monk
     async with running(tmp_path, route) as runner:
         batch = await ended(runner, await submit(runner, "a", "b"))
         assert (batch.status, batch.request_counts.completed) == ("completed", 2)
+
+
+async def test_chunks_without_a_file_go_when_the_disk_lets_them(tmp_path, monkeypatch):
+    """A gateway was killed during an upload, and the disk is full when it starts again."""
+    monkeypatch.setattr(runner_module, "_RETRY_S", 0.0)
+    tries = []
+
+    def fail():
+        tries.append(None)
+        if len(tries) < 3:
+            raise OSError("the disk is full")
+
+    def prepare(db):
+        db.create_function("fail", 0, fail)
+        db.execute("INSERT INTO chunks VALUES ('file-a', 0, 'x')")
+        db.execute("CREATE TEMP TRIGGER failing BEFORE DELETE ON chunks BEGIN SELECT fail(); END")
+
+    async with running(tmp_path, None, prepare=prepare) as runner:
+        async with asyncio.timeout(WAIT_S):
+            while len(tries) < 3:
+                await asyncio.sleep(0)
+            assert await runner.thread.call(num_chunks, runner) == 0
 
 
 class Held:

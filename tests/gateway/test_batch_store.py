@@ -38,10 +38,9 @@ def begin_upload(files, num_bytes, owner=OWNER):
     return file_id
 
 
-def upload(files, *chunks, owner=OWNER):
-    num_bytes = sum(map(len, chunks))
-    file = FileObject(
-        id=begin_upload(files, num_bytes, owner),
+def file_object(file_id, num_bytes):
+    return FileObject(
+        id=file_id,
         object="file",
         bytes=num_bytes,
         created_at=NOW_S,
@@ -50,6 +49,11 @@ def upload(files, *chunks, owner=OWNER):
         purpose="batch",
         status="processed",
     )
+
+
+def upload(files, *chunks, owner=OWNER):
+    num_bytes = sum(map(len, chunks))
+    file = file_object(begin_upload(files, num_bytes, owner), num_bytes)
     for number, data in enumerate(chunks):
         files.add_chunk(file.id, number, data)
     files.finish_upload(owner, file)
@@ -295,11 +299,17 @@ def test_a_batch_cancelled_before_its_lines_are_counted_has_no_results(tmp_path)
         assert not batches.begin_cancel(batch.id, NOW_S)
 
 
-def test_an_unfinished_upload_is_dropped_at_the_next_start(tmp_path):
+def test_an_unfinished_upload_is_dropped_by_the_next_process(tmp_path):
     with opened(tmp_path) as (files, _):
         files.add_chunk(begin_upload(files, 200_000), 0, b"x" * 200_000)
         kept = upload(files, b"abc")
     with opened(tmp_path, max_bytes=250_000) as (files, _):
+        files.delete_orphans()
+        running = begin_upload(files, 10)
+        files.add_chunk(running, 0, b"x" * 10)
+        files.drop_upload("file-of-another")
+        files.finish_upload(OWNER, file_object(running, 10))
+        assert files.read(OWNER, running, 0).data == b"x" * 10
         assert files.read(OWNER, kept, 0).data == b"abc"
         files.check_room(b"another", 100_000)
 
