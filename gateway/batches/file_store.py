@@ -173,17 +173,18 @@ class FileStore:
             db.executemany("DELETE FROM chunks WHERE file_id = ?", orphans)
         self._may_have_orphans = False
 
-    def find(self, owner: bytes, file_id: str) -> FileObject | None:
-        """Returns a file of this owner; None if there is none."""
+    def find(self, owner: bytes, file_id: str, now: int) -> FileObject | None:
+        """Returns a file of this owner; None if there is none, or not any more."""
         with self._database.transaction() as db:
             row = _row(db, owner, file_id)
-        return _file_object(row) if row is not None else None
+        return _file_object(row) if row is not None and row["expires_at"] > now else None
 
     def page(
         self,
         owner: bytes,
         after: str | None,
         limit: int,
+        now: int,
         *,
         purpose: str | None = None,
         ascending: bool = False,
@@ -193,10 +194,11 @@ class FileStore:
         Raises:
             LookupError: `after` is no file of the owner.
         """
+        where, values = "expires_at > ?", list[object]([now])
+        if purpose is not None:
+            where, values = f"{where} AND purpose = ?", [*values, purpose]
         with self._database.transaction() as db:
-            found, more = page_of(
-                db, "files", owner, after, limit, purpose=purpose, ascending=ascending
-            )
+            found, more = page_of(db, "files", owner, after, limit, where, values, ascending)
         return [_file_object(row) for row in found], more
 
     def read(self, owner: bytes, file_id: str, position: int) -> Part | None:
@@ -264,18 +266,18 @@ def page_of(
     owner: bytes,
     after: str | None,
     limit: int,
-    *,
-    purpose: str | None = None,
+    where: str = "TRUE",
+    values: Sequence[object] = (),
     ascending: bool = False,
 ) -> tuple[Sequence[sqlite3.Row], bool]:
     """Returns a page of an owner's rows in the order of their creation, and whether more follow.
 
+    `where` is a condition with `values` for its parameters.
+
     Raises:
         LookupError: `after` is no ID of a row of the owner.
     """
-    where, values = "owner = ?", list[object]([owner])
-    if purpose is not None:
-        where, values = f"{where} AND purpose = ?", [*values, purpose]
+    where, values = f"owner = ? AND {where}", [owner, *values]
     if after is not None:
         last = db.execute(
             f"SELECT seq FROM {table} WHERE owner = ? AND id = ?", (owner, after)

@@ -6,6 +6,7 @@ those of the `openai` package. A caller sees the files and batches of its own cr
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -105,23 +106,26 @@ class BatchRoutes:
 
     async def files(self, request: Request) -> Response:
         """Answers POST and GET of /v1/files."""
-        await self._runner.sweep()
         if request.method == "POST":
             return _json(await self._uploaded(request))
         query = _Query(request, "after", "limit", "order", "purpose")
         limit = query.limit(_MAX_FILES_LISTED, _MAX_FILES_LISTED)
         ascending = query.one_of("order", "desc", "asc") == "asc"
-        owner, after = _owner(request), query.get("after")
+        owner, after, runner = _owner(request), query.get("after"), self._runner
         return await self._page(
             after,
-            lambda: self._runner.files.page(
-                owner, after, limit, purpose=query.get("purpose"), ascending=ascending
+            lambda: runner.files.page(
+                owner,
+                after,
+                limit,
+                runner.now(),
+                purpose=query.get("purpose"),
+                ascending=ascending,
             ),
         )
 
     async def file(self, request: Request) -> Response:
         """Answers GET and DELETE of /v1/files/{id}."""
-        await self._runner.sweep()
         file = await self._file(request, request.path_params["id"])
         # Starlette adds HEAD to GET.
         if request.method != "DELETE":
@@ -132,7 +136,6 @@ class BatchRoutes:
 
     async def content(self, request: Request) -> Response:
         """Answers GET of /v1/files/{id}/content."""
-        await self._runner.sweep()
         file = await self._file(request, request.path_params["id"])
         return StreamingResponse(
             self._parts(_owner(request), file),
@@ -142,7 +145,6 @@ class BatchRoutes:
 
     async def batches(self, request: Request) -> Response:
         """Answers POST and GET of /v1/batches."""
-        await self._runner.sweep()
         if request.method == "POST":
             return _json(await self._created(request))
         query = _Query(request, "after", "limit")
@@ -152,12 +154,10 @@ class BatchRoutes:
 
     async def batch(self, request: Request) -> Response:
         """Answers GET of /v1/batches/{id}."""
-        await self._runner.sweep()
         return _json(await self._batch(request))
 
     async def cancel(self, request: Request) -> Response:
         """Answers POST of /v1/batches/{id}/cancel."""
-        await self._runner.sweep()
         batch = await self._batch(request)
         runner = self._runner
         if not await runner.thread.call(runner.batches.begin_cancel, batch.id, runner.now()):
@@ -198,7 +198,9 @@ class BatchRoutes:
             )
             await call(files.finish_upload, owner, file)
         except BaseException:
-            await call(files.drop_upload, file_id)
+            # On a full disk, the runner deletes the chunks later.
+            with contextlib.suppress(sqlite3.OperationalError):
+                await call(files.drop_upload, file_id)
             raise
         return file
 
@@ -245,13 +247,17 @@ class BatchRoutes:
 
         async def answer(request: Request) -> Response:
             await self._cells.models(_credential(request))
+            # A full disk prevents deletions but no reads; the runner logs this and tries again.
+            with contextlib.suppress(sqlite3.OperationalError):
+                await self._runner.sweep()
             return await endpoint(request)
 
         return answer
 
     async def _file(self, request: Request, name: str, param: str = "id") -> FileObject:
         files = self._runner.files
-        found = await self._runner.thread.call(files.find, _owner(request), name)
+        call, now = self._runner.thread.call, self._runner.now()
+        found = await call(files.find, _owner(request), name, now)
         if found is None:
             message = f"{param} is {shown(name)}; there is no such file, or not any more"
             status = 404 if param == "id" else 400

@@ -248,7 +248,7 @@ def test_results_are_read_by_parts_of_bounded_size(tmp_path):
         # A part may exceed the limit by one line.
         assert max(map(len, parts)) < file_store.RESULT_BYTES_AT_ONCE + 201_000
         found = b"".join(parts)
-        assert len(found) == files.find(OWNER, file_id).bytes
+        assert len(found) == files.find(OWNER, file_id, NOW_S).bytes
         assert [json.loads(one)["custom_id"] for one in found.splitlines()] == names
 
 
@@ -373,6 +373,24 @@ def test_a_caller_leaves_room_for_the_batches_of_others(tmp_path):
         assert all(batches.find(OWNER, batch.id) is None for batch in without)
         assert batches.find(OWNER, with_results.id) is not None
         assert batches.find(b"another", other.id) is not None
+
+
+def test_chunks_that_a_full_disk_keeps_are_deleted_later(tmp_path):
+    with opened(tmp_path) as (files, _):
+        file_id = begin_upload(files, 3)
+        files.add_chunk(file_id, 0, b"abc")
+        with files._database.transaction() as db:
+            db.execute(
+                "CREATE TEMP TRIGGER failing BEFORE DELETE ON chunks "
+                "BEGIN SELECT no_such_function(); END"
+            )
+        with pytest.raises(sqlite3.OperationalError):
+            files.drop_upload(file_id)
+        with files._database.transaction() as db:
+            db.execute("DROP TRIGGER failing")
+        files.delete_orphans()
+        with files._database.transaction() as db:
+            assert db.execute("SELECT count(*) FROM chunks").fetchone()[0] == 0
 
 
 def test_some_of_the_disk_stays_free(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import sqlite3
 import subprocess
 import sys
 from contextlib import AsyncExitStack
@@ -24,6 +25,7 @@ from scripted_inference import ScriptedInference, accepted, delta, failed, finis
 from baton import models
 from baton.gateway import cell
 from baton.gateway.batches import route_call, runner
+from baton.gateway.batches.file_store import FileStore
 from baton.runtime import errors
 from baton.v1 import common_pb2
 
@@ -745,6 +747,34 @@ async def test_files_and_results_expire(start_gateway, cluster, directory):
                 await openai.batches.retrieve(gone.id)
         assert not (await openai.files.list()).data
         assert not (await openai.batches.list()).data
+
+
+async def test_files_can_be_read_while_the_disk_is_full(
+    start_gateway, cluster, directory, monkeypatch
+):
+    def fail(*_):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    clock = Clock()
+    async with (
+        start_gateway(cluster.address, batches=directory, clock=clock) as gateway,
+        gateway.openai() as openai,
+    ):
+        hour = {"anchor": "created_at", "seconds": 3600}
+        expired = await upload(openai, line("a"), expires_after=hour)
+        kept = await upload(openai, line("a"))
+        batch = await ended(openai, await submit(openai, line("a")))
+        monkeypatch.setattr(FileStore, "delete_expired", fail)
+        clock.now_s += 3600
+        assert len(await content(openai, batch.output_file_id)) == 1
+        assert (await openai.files.retrieve(kept.id)).id == kept.id
+        assert (await openai.batches.retrieve(batch.id)).status == "completed"
+        assert [one.id for one in (await openai.batches.list()).data] == [batch.id]
+        listed = [one.id for one in (await openai.files.list()).data]
+        assert kept.id in listed
+        assert expired.id not in listed
+        with pytest.raises(sdk.NotFoundError):
+            await openai.files.content(expired.id)
 
 
 async def test_a_batch_expires_with_the_results_that_it_has(
