@@ -14,6 +14,7 @@ from scripted_inference import (
 )
 
 from baton.client import connector
+from baton.gateway import cell as cell_module
 from baton.runtime.errors import RESTARTING, ResourceExhausted, Unavailable
 
 WAIT_S = 300.0
@@ -322,6 +323,22 @@ async def test_a_caller_is_routed_to_a_cell_that_admits_it(start_gateway):
             # Anthropic's clients send the key in this header.
             listed = await http.get("/v1/models", headers={"x-api-key": key})
             assert listed.status_code == status
+
+
+async def test_a_caller_of_an_unreachable_cell_is_not_refused_for_its_key(
+    start_gateway, monkeypatch
+):
+    monkeypatch.setattr(cell_module, "_MODEL_TTL_S", 0.0)
+    one, two = CellOf("one", "m"), CellOf("two", "n")
+    one.keyholder, two.keyholder = "Bearer first", "Bearer second"
+    async with gateway_to_each(start_gateway, [one, two]) as (http, stacks, _):
+        monkeypatch.setattr(cell_module, "_QUERY_TIMEOUT_S", 2.0)
+        first = {"authorization": "Bearer first"}
+        assert (await http.get("/v1/models", headers=first)).status_code == 200
+        await stacks[0].aclose()
+        # The first query finds that the cell is away, the next ones leave it out.
+        for _ in range(3):
+            assert (await http.get("/v1/models", headers=first)).status_code == 503
 
 
 async def test_the_dashboard_shows_one_cell(start_gateway):
