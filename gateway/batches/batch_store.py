@@ -17,7 +17,7 @@ from openai.types.batch import Errors
 from openai.types.batch_usage import InputTokensDetails, OutputTokensDetails
 
 from baton.gateway.batches.database import Database
-from baton.gateway.batches.file_store import StoreFull, chunk, is_fair, page_of
+from baton.gateway.batches.file_store import StoreFull, chunk, is_fair, new_id, page_of
 from baton.gateway.batches.input_file import InputLine, InputParser, WrongFile
 from baton.gateway.batches.route_call import Answer
 from baton.gateway.batches.status import TRANSITIONS, Status, advance
@@ -99,7 +99,7 @@ class BatchStore:
 
     def create(self, new: NewBatch, now: int) -> OpenBatch:
         """Creates a batch, which is then validated. Raises StoreFull."""
-        batch_id = f"batch_{secrets.token_hex(12)}"
+        batch_id = new_id("batches")
         with self._database.transaction() as db:
             self._make_place(db, new.owner)
             db.execute(
@@ -136,7 +136,7 @@ class BatchStore:
         """Returns a page of the owner's batches, newest first, and whether more follow.
 
         Raises:
-            LookupError: `after` is no batch of the owner.
+            LookupError: `after` is no ID of a batch.
         """
         with self._database.transaction() as db:
             found, more = page_of(db, "batches", owner, after, limit)
@@ -431,7 +431,7 @@ def _add_result_file(
     ).fetchone()
     if num_bytes is None:
         return None
-    file_id = f"file-{secrets.token_hex(12)}"
+    file_id = new_id("files")
     name = f"{batch['id']}_{'output' if succeeded else 'error'}.jsonl"
     db.execute(
         "INSERT INTO files (id, owner, filename, purpose, bytes, created_at, expires_at, batch_id, "

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import secrets
 import sqlite3
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +23,8 @@ RESERVE_BYTES = 64 * 2**20
 _SHARE = 3
 # Result lines that are read at a time, and the bytes after which no further line is read.
 _RESULTS_AT_ONCE, RESULT_BYTES_AT_ONCE = 256, 2**20
+
+_PREFIXES = {"files": "file-", "batches": "batch_"}
 
 
 class StoreFull(Exception):
@@ -192,7 +197,7 @@ class FileStore:
         """Returns a page of the owner's files, and whether more follow.
 
         Raises:
-            LookupError: `after` is no file of the owner.
+            LookupError: `after` is no ID of a file.
         """
         where, values = "expires_at > ?", list[object]([now])
         if purpose is not None:
@@ -252,6 +257,11 @@ def is_fair(own: int, left: int) -> bool:
     return own <= _SHARE * left
 
 
+def new_id(table: str) -> str:
+    """Returns an ID for a row of `files` or `batches`; by the system clock, IDs are ordered."""
+    return f"{_PREFIXES[table]}{time.time_ns():016x}{secrets.token_hex(4)}"
+
+
 def chunk(db: sqlite3.Connection, file_id: str, number: int) -> bytes | None:
     """Returns a chunk of an uploaded file; None after the last one."""
     row = db.execute(
@@ -272,22 +282,18 @@ def page_of(
 ) -> tuple[Sequence[sqlite3.Row], bool]:
     """Returns a page of an owner's rows in the order of their creation, and whether more follow.
 
-    `where` is a condition with `values` for its parameters.
+    `where` is a condition with `values` for its parameters. The row of `after` may be deleted.
 
     Raises:
-        LookupError: `after` is no ID of a row of the owner.
+        LookupError: `after` is no ID of such a row.
     """
     where, values = f"owner = ? AND {where}", [owner, *values]
     if after is not None:
-        last = db.execute(
-            f"SELECT seq FROM {table} WHERE owner = ? AND id = ?", (owner, after)
-        ).fetchone()
-        if last is None:
+        if not re.fullmatch(f"{_PREFIXES[table]}[0-9a-f]{{24}}", after):
             raise LookupError(after)
-        where, values = f"{where} AND seq {'>' if ascending else '<'} ?", [*values, last["seq"]]
+        where, values = f"{where} AND id {'>' if ascending else '<'} ?", [*values, after]
     found = db.execute(
-        f"SELECT * FROM {table} WHERE {where} ORDER BY seq {'ASC' if ascending else 'DESC'} "
-        "LIMIT ?",
+        f"SELECT * FROM {table} WHERE {where} ORDER BY id {'ASC' if ascending else 'DESC'} LIMIT ?",
         [*values, limit + 1],
     ).fetchall()
     return found[:limit], len(found) > limit

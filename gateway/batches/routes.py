@@ -7,7 +7,6 @@ those of the `openai` package. A caller sees the files and batches of its own cr
 from __future__ import annotations
 
 import contextlib
-import secrets
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Annotated, Literal, TypeAlias, TypeVar
@@ -20,7 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from baton.gateway import body_reader
 from baton.gateway.batches import BATCHES, FILES
 from baton.gateway.batches.batch_store import NewBatch, OpenBatch
-from baton.gateway.batches.file_store import CHUNK_BYTES, StoreFull
+from baton.gateway.batches.file_store import CHUNK_BYTES, StoreFull, new_id
 from baton.gateway.batches.runner import BatchRunner
 from baton.gateway.batches.status import Status
 from baton.gateway.batches.upload import MAX_EXPIRES_S, MIN_EXPIRES_S, Upload, read_upload
@@ -179,7 +178,7 @@ class BatchRoutes:
 
     async def _stored(self, owner: bytes, upload: Upload) -> FileObject:
         call, files, now = self._runner.thread.call, self._runner.files, self._runner.now()
-        file_id = f"file-{secrets.token_hex(12)}"
+        file_id = new_id("files")
         try:
             await call(files.begin_upload, file_id, owner, upload.num_bytes)
             number = 0

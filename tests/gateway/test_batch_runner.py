@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import secrets
 import threading
 import time
 from collections import defaultdict
@@ -14,7 +13,7 @@ from openai.types import FileObject
 from baton.gateway.batches import runner as runner_module
 from baton.gateway.batches.batch_store import NewBatch
 from baton.gateway.batches.database import Database
-from baton.gateway.batches.file_store import FileStore
+from baton.gateway.batches.file_store import FileStore, new_id
 from baton.gateway.batches.runner import BatchRunner
 from baton.gateway.batches.status import Status
 from baton.gateway.metrics import BatchStats
@@ -47,7 +46,7 @@ async def submit(runner, *names, endpoint=COMPLETIONS, owner=OWNER):
     data, now = b"\n".join(json.dumps(one).encode() for one in lines), runner.now()
 
     def create():
-        file_id = f"file-{secrets.token_hex(12)}"
+        file_id = new_id("files")
         runner.files.begin_upload(file_id, owner, len(data))
         file = FileObject(
             id=file_id,

@@ -3,7 +3,6 @@
 import codecs
 import contextlib
 import json
-import secrets
 import sqlite3
 from dataclasses import replace
 
@@ -33,7 +32,7 @@ def opened(path, **limits):
 
 
 def begin_upload(files, num_bytes, owner=OWNER):
-    file_id = f"file-{secrets.token_hex(12)}"
+    file_id = file_store.new_id("files")
     files.begin_upload(file_id, owner, num_bytes)
     return file_id
 

@@ -213,6 +213,16 @@ async def test_lists_are_paged(openai):
     assert len((await openai.files.list(purpose="batch_output")).data) == 3
 
 
+async def test_files_can_be_deleted_while_they_are_listed(openai):
+    names = [(await upload(openai, line("a"))).id for _ in range(5)]
+    deleted = []
+    async for file in await openai.files.list(limit=2):
+        await openai.files.delete(file.id)
+        deleted.append(file.id)
+    assert deleted == names[::-1]
+    assert not (await openai.files.list()).data
+
+
 async def test_a_deleted_file_is_gone_and_its_batch_goes_on(openai):
     file = await upload(openai, line("a"))
     batch = await openai.batches.create(
