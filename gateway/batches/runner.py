@@ -242,6 +242,10 @@ class BatchRunner(AsyncClosing):
             try:
                 return await step()
             except Exception:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    # A task group that already aborts raises its own error (Python 3.11).
+                    raise asyncio.CancelledError from None
                 _log.exception("%s does not go on; trying again in %g s", what, _RETRY_S)
                 await asyncio.sleep(_RETRY_S)
 

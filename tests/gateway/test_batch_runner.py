@@ -180,6 +180,48 @@ class Held:
         await asyncio.wait_for(self.begun[name].wait(), WAIT_S)
 
 
+async def test_a_batch_stops_although_its_lines_are_being_cancelled_already(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner_module, "_RETRY_S", 0.0)
+    cancelling, may_end, again = (asyncio.Event() for _ in range(3))
+    begun = set()
+
+    def fail(name):
+        raise OSError("the disk is full")
+
+    def prepare(db):
+        db.create_function("fail", 1, fail)
+        db.execute(
+            "CREATE TEMP TRIGGER failing BEFORE UPDATE ON lines "
+            "BEGIN SELECT fail(NEW.custom_id); END"
+        )
+
+    async def route(scope, receive, send):
+        name = await name_in(receive)
+        if name in begun:
+            again.set()
+            await asyncio.Event().wait()
+        begun.add(name)
+        if name == "a-2":
+            await reply(send)
+            return
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelling.set()
+            await may_end.wait()
+
+    async with running(tmp_path, route, prepare=prepare) as runner:
+        await submit(runner, "a-1", "a-2")
+        await asyncio.wait_for(cancelling.wait(), WAIT_S)
+        stopping = asyncio.create_task(runner.stop())
+        await asyncio.sleep(0)
+        may_end.set()
+        started_again = asyncio.create_task(again.wait())
+        await asyncio.wait([stopping, started_again], return_when=asyncio.FIRST_COMPLETED)
+        assert not again.is_set()
+        started_again.cancel()
+
+
 async def test_a_line_cancelled_before_its_first_step_gives_its_slot_back(tmp_path):
     """The database fails for a line while the next line of its batch gets a slot."""
     writing, may_fail, has_failed = (threading.Event() for _ in range(3))
