@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import functools
 import io
 import json
@@ -21,6 +22,7 @@ from openai import AsyncOpenAI
 from processes import Cluster
 from scripted_cell import CellOf, serve
 from scripted_inference import ScriptedInference, accepted, delta, failed, finished, serving
+from starlette.datastructures import UploadFile
 
 from baton import models
 from baton.gateway import cell
@@ -440,6 +442,16 @@ async def test_large_files_and_a_full_store_are_refused(start_gateway, cluster, 
         await upload(openai, b"x" * 90_000)
         with pytest.raises(sdk.APIStatusError, match="max_bytes"):
             await upload(openai, b"x" * 100_000)
+
+
+async def test_an_upload_that_fills_the_temporary_directory_is_refused(openai, monkeypatch):
+    async def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(UploadFile, "write", fail)
+    with pytest.raises(sdk.APIStatusError, match="no room for the upload") as refused:
+        await upload(openai, line("a"))
+    assert (refused.value.status_code, refused.value.code) == (507, "storage_full")
 
 
 async def test_batches_that_are_read_together_are_refused_or_complete(
