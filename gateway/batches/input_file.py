@@ -20,6 +20,8 @@ from baton.runtime.errors import shown
 _MAX_CUSTOM_ID_CHARS = 512
 # Models of a file that are told apart; all further models count as the last one.
 _MAX_MODELS = 16
+# The object of a batch names a model; of a longer name it has only the beginning.
+_MAX_MODEL_CHARS = 256
 _FIELDS = ("custom_id", "method", "url", "body")
 
 
@@ -76,7 +78,7 @@ class InputParser:
     def __init__(self, endpoint: str, max_line_bytes: int, max_lines: int) -> None:
         self._endpoint = endpoint
         self._max_line_bytes, self._max_lines = max_line_bytes, max_lines
-        self._rest, self._rest_is_too_long = b"", False
+        self._rest, self._rest_is_too_long = bytearray(), False
         self._number, self._num_requests = 0, 0
         self._custom_ids: set[str] = set()
         self._model_numbers: dict[str | None, int] = {}
@@ -93,9 +95,12 @@ class InputParser:
         """
         *whole, rest = chunk.split(b"\n")
         for part in [*whole, *([rest] if last else [])]:
-            line, too_long = self._rest + part, self._rest_is_too_long
-            self._rest, self._rest_is_too_long = b"", False
+            line, too_long = bytes(self._rest) + part, self._rest_is_too_long
+            self._rest, self._rest_is_too_long = bytearray(), False
             self._number += 1
+            if self._number > 2 * self._max_lines + 1:
+                # Empty lines are no requests, but take time.
+                raise self._too_many(2 * self._max_lines, " and empty lines")
             if self._number == 1:
                 # Some editors and Windows programs begin a text file with it.
                 line = line.removeprefix(codecs.BOM_UTF8)
@@ -105,15 +110,12 @@ class InputParser:
             self._rest += rest
         if len(self._rest) > self._max_line_bytes:
             # The rest of such a line is not needed, and must not fill the memory.
-            self._rest, self._rest_is_too_long = b"", True
+            self._rest, self._rest_is_too_long = bytearray(), True
 
     def _parsed(self, line: bytes, too_long: bool) -> InputLine:
         self._num_requests += 1
         if self._num_requests > self._max_lines:
-            raise WrongFile(
-                "too_many_tasks",
-                f"the file has more than {self._max_lines} lines (http.batches.max_lines)",
-            )
+            raise self._too_many(self._max_lines)
         custom_id: str | None = None
         try:
             if too_long:
@@ -132,7 +134,7 @@ class InputParser:
                 )
             self._custom_ids.add(custom_id)
             named = body.get("model")
-            model = named if isinstance(named, str) else None
+            model = named[:_MAX_MODEL_CHARS] if isinstance(named, str) else None
             return InputLine(
                 self._number,
                 custom_id,
@@ -143,6 +145,10 @@ class InputParser:
         except _WrongLine as problem:
             message = f"line {self._number}: {problem}"
             return InputLine(self._number, custom_id, b"", problem.code, message, problem.param)
+
+    def _too_many(self, most: int, which: str = "") -> WrongFile:
+        message = f"the file has more than {most} lines{which} (http.batches.max_lines)"
+        return WrongFile("too_many_tasks", message)
 
     def _model_number(self, model: str | None) -> int:
         numbers = self._model_numbers
@@ -174,9 +180,9 @@ class InputParser:
         if body.get("stream"):
             message = "body.stream is true; must be false or left out in a batch"
             raise _WrongLine("invalid_request", message, "body.stream")
-        if self._endpoint == RESPONSES:
+        if self._endpoint == RESPONSES and body.get("store") is None:
             # Stored responses are in memory; those of a batch would replace those of conversations.
-            body.setdefault("store", False)
+            body["store"] = False
         return body
 
 

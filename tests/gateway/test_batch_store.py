@@ -101,6 +101,35 @@ def test_a_byte_order_mark_before_the_first_line_is_no_part_of_it(size):
     assert not list(InputParser(ROUTE, 1000, 10).feed(codecs.BOM_UTF8, last=True))
 
 
+def parsed(url=ROUTE, **body):
+    found = {"custom_id": "a", "method": "POST", "url": url, "body": body}
+    (line,) = InputParser(url, 10_000, 1).feed(json.dumps(found).encode(), last=True)
+    return line
+
+
+@pytest.mark.parametrize(
+    ("body", "store"), [({}, False), ({"store": None}, False), ({"store": True}, True)]
+)
+def test_responses_of_a_batch_are_stored_only_where_it_says_so(body, store):
+    assert json.loads(parsed("/v1/responses", **body).body)["store"] is store
+
+
+def test_a_long_name_of_a_model_is_kept_in_the_request_only():
+    line = parsed(model="m" * 1000)
+    assert line.model == "m" * 256
+    assert json.loads(line.body)["model"] == "m" * 1000
+
+
+def test_empty_lines_are_limited_too():
+    request = lines("a")
+    for line_end in (b"\n", b"\n \n"):
+        found = InputParser(ROUTE, 1000, 3).feed((request + line_end) * 3, last=True)
+        assert len(list(found)) == 3
+    with pytest.raises(WrongFile, match="empty lines") as problem:
+        list(InputParser(ROUTE, 1000, 3).feed(b"\n" * 100, last=True))
+    assert problem.value.code == "too_many_tasks"
+
+
 def test_lines_may_cross_chunks(tmp_path):
     data = lines("a", "b", "c")
     with opened(tmp_path) as (files, batches):
