@@ -10,6 +10,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from baton.gateway.batches.batch_store import Line
 from baton.gateway.batches.pace import Pace
 
+# At this number of refused lines of a model, the queue reads no further lines of this model.
+_MAX_REFUSED = 16
+
 
 class LineQueue:
     """Gives out each line once, and again after a refusal.
@@ -72,15 +75,14 @@ class LineQueue:
 class _ModelLines:
     """The lines of one model.
 
-    Refused lines run after the others. Up to `max_running` of them are kept while further lines
-    start.
+    Refused lines run after the others, but before unread lines if _MAX_REFUSED of them wait.
 
     Attributes:
         last_number: Number of the last line that was added.
     """
 
     def __init__(self, max_running: int) -> None:
-        self._pace, self._max_running = Pace(max_running), max_running
+        self._pace = Pace(max_running)
         self._new, self._refused = deque[Line](), deque[Line]()
         self._has_more, self._num_running = True, 0
         self.last_number = 0
@@ -93,7 +95,7 @@ class _ModelLines:
     @property
     def needs_lines(self) -> bool:
         """Whether further lines must be added before one is taken."""
-        return not self._new and self._has_more and len(self._refused) < self._max_running
+        return not self._new and self._has_more and len(self._refused) < _MAX_REFUSED
 
     def wait_s(self, now: float) -> float:
         """Seconds until the next line may start; infinity: not before a running line ends."""
