@@ -101,13 +101,16 @@ class Cells(AsyncClosing):
         """Returns the models of all cells that respond, in the cells' order, without duplicates.
 
         Raises:
-            HttpError: No cell responds.
+            HttpError: No cell responds. An unreachable cell takes precedence over a cell that
+                refuses the caller, because the unreachable cell may admit the caller.
         """
         queried = [cell for cell in self._cells if not self.is_unreachable(cell)] or self._cells
         responses = await asyncio.gather(*(self._model(cell, authorization) for cell in queried))
         found = [one for one in responses if isinstance(one, common_pb2.ModelDescription)]
         if not found:
-            raise next(one for one in responses if isinstance(one, HttpError))
+            problems = [one for one in responses if isinstance(one, HttpError)]
+            problems += [_unreachable(cell) for cell in self._cells if cell not in queried]
+            raise min(problems, key=lambda one: one.status not in _UNREACHABLE_STATUSES)
         return list({one.name: one for one in reversed(found)}.values())[::-1]
 
     async def ready(self) -> None:
@@ -207,7 +210,7 @@ class Cells(AsyncClosing):
 
 
 def _unreachable(cell: Cell) -> HttpError:
-    """The error for a cell that cannot be reached and has never said which models it serves."""
+    """The error for a cell that cannot be reached, without a query."""
     message = f"the coordinator at {cell.name} cannot be reached"
     return error_responses.from_remote_error(errors.make(code_pb2.UNAVAILABLE, message))
 

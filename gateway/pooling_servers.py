@@ -112,7 +112,7 @@ class PoolingServers(AsyncClosing):
                 self._health[server.model, server.url] = True
                 if response.status_code != 200:
                     raise await _refusal(server, path, response)
-                await send(_start(response.headers.get("content-type", "application/json")))
+                await send(_start(response.headers))
                 async for part in response.aiter_bytes():
                     await send({"type": "http.response.body", "body": part, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
@@ -141,8 +141,14 @@ class PoolingServers(AsyncClosing):
             await asyncio.sleep(_HEALTH_PAUSE_S)
 
 
-def _start(kind: str) -> Message:
-    headers = [(b"content-type", kind.encode("latin-1", "replace"))]
+def _start(answered: httpx.Headers) -> Message:
+    found = {"content-type": "application/json", **answered}
+    # vLLM describes the vectors of `"encoding_format": "bytes"` in the header `metadata`.
+    headers = [
+        (name.encode(), found[name].encode("latin-1", "replace"))
+        for name in ("content-type", "metadata")
+        if name in found
+    ]
     return {"type": "http.response.start", "status": 200, "headers": headers}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,10 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Responses by caller and ID. The oldest go first when their bytes exceed the limit.
+    """Responses by caller and ID.
+
+    When their bytes exceed the limit, the oldest response of the caller with the most bytes goes:
+    no caller's responses push out those of the others.
 
     Args:
         max_bytes: Limit of all responses together, as JSON; 0: nothing is stored.
@@ -45,7 +48,9 @@ class ResponseStore:
         self._responses = OrderedDict()
         # The response of each output item, by caller and ID of the item.
         self._responses_by_item: dict[tuple[bytes, str], str] = {}
-        self._num_bytes = 0
+        # IDs of each caller, the oldest first, and the bytes of its responses.
+        self._ids: dict[bytes, dict[str, None]] = {}
+        self._num_bytes = Counter[bytes]()
 
     def __len__(self) -> int:
         return len(self._responses)
@@ -58,11 +63,15 @@ class ResponseStore:
         key = _key(credential, response.id)
         self._remove(key)
         self._responses[key] = (response, num_bytes, time.monotonic() + _EXPIRES_S)
-        self._num_bytes += num_bytes
+        self._ids.setdefault(key[0], {})[response.id] = None
+        self._num_bytes[key[0]] += num_bytes
         for item in response.body["output"]:
             self._responses_by_item[_key(credential, item["id"])] = response.id
-        while self._num_bytes > self.max_bytes or self._is_expired(next(iter(self._responses))):
-            self._remove(next(iter(self._responses)))
+        while self._responses and self._is_expired(oldest := next(iter(self._responses))):
+            self._remove(oldest)
+        while self._num_bytes.total() > self.max_bytes:
+            caller = max(self._num_bytes, key=self._num_bytes.__getitem__)
+            self._remove((caller, next(iter(self._ids[caller]))))
 
     def find(self, credential: str, response_id: str) -> StoredResponse | None:
         """Returns a response that the same caller has stored; None if there is none."""
@@ -93,9 +102,13 @@ class ResponseStore:
         if removed is None:
             return
         response, num_bytes, _ = removed
-        self._num_bytes -= num_bytes
+        caller, response_id = key
+        del self._ids[caller][response_id]
+        self._num_bytes[caller] -= num_bytes
+        if not self._ids[caller]:
+            del self._ids[caller], self._num_bytes[caller]
         for item in response.body["output"]:
-            self._responses_by_item.pop((key[0], item["id"]), None)
+            self._responses_by_item.pop((caller, item["id"]), None)
 
 
 def _key(credential: str, response_id: str) -> tuple[bytes, str]:

@@ -17,7 +17,7 @@ from openai.types.batch import Errors
 from openai.types.batch_usage import InputTokensDetails, OutputTokensDetails
 
 from baton.gateway.batches.database import Database
-from baton.gateway.batches.file_store import StoreFull, chunk, page_of
+from baton.gateway.batches.file_store import StoreFull, chunk, is_fair, new_id, page_of
 from baton.gateway.batches.input_file import InputLine, InputParser, WrongFile
 from baton.gateway.batches.route_call import Answer
 from baton.gateway.batches.status import TRANSITIONS, Status, advance
@@ -56,6 +56,7 @@ class NewBatch:
     tenant: str
     endpoint: str
     input_file_id: str
+    num_input_bytes: int
     metadata: dict[str, str] | None
     output_expires_s: int
 
@@ -80,6 +81,7 @@ class Line:
     number: int
     custom_id: str
     body: bytes
+    model_number: int
 
 
 class BatchStore:
@@ -97,19 +99,13 @@ class BatchStore:
 
     def create(self, new: NewBatch, now: int) -> OpenBatch:
         """Creates a batch, which is then validated. Raises StoreFull."""
-        batch_id = f"batch_{secrets.token_hex(12)}"
+        batch_id = new_id("batches")
         with self._database.transaction() as db:
-            (count,) = db.execute("SELECT count(*) FROM batches").fetchone()
-            if count >= self._config.max_files:
-                raise StoreFull(
-                    f"{count} batches are kept; at most {self._config.max_files} "
-                    "(http.batches.max_files): ended batches go when their result files are "
-                    "deleted and http.batches.expires_s is over"
-                )
+            self._make_place(db, new.owner)
             db.execute(
                 "INSERT INTO batches (id, owner, authorization, tenant, endpoint, input_file_id, "
-                "completion_window, metadata, status, created_at, expires_at, output_expires_s) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "completion_window, metadata, status, created_at, expires_at, output_expires_s, "
+                "line_bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     batch_id,
                     new.owner,
@@ -123,6 +119,7 @@ class BatchStore:
                     now,
                     now + WINDOW_S,
                     new.output_expires_s,
+                    new.num_input_bytes,
                 ),
             )
             return _open_batch(_row(db, batch_id))
@@ -139,7 +136,7 @@ class BatchStore:
         """Returns a page of the owner's batches, newest first, and whether more follow.
 
         Raises:
-            LookupError: `after` is no batch of the owner.
+            LookupError: `after` is no ID of a batch.
         """
         with self._database.transaction() as db:
             found, more = page_of(db, "batches", owner, after, limit)
@@ -224,14 +221,23 @@ class BatchStore:
             db.execute("DELETE FROM lines WHERE batch_id = ?", (batch_id,))
             self._end(db, batch_id, now)
 
-    def next_lines(self, batch_id: str, after: int) -> list[Line]:
-        """Returns some of the lines without a result after a line number; [] after the last."""
+    def model_numbers(self, batch_id: str) -> list[int]:
+        """Returns the numbers of the models of the lines without a result."""
+        with self._database.transaction() as db:
+            found = db.execute(
+                "SELECT DISTINCT model_number FROM lines WHERE batch_id = ? AND result IS NULL",
+                (batch_id,),
+            ).fetchall()
+        return [row["model_number"] for row in found]
+
+    def next_lines(self, batch_id: str, model_number: int, after: int) -> list[Line]:
+        """Returns some of a model's lines without a result after a line; [] after the last."""
         found, num_bytes = list[Line](), 0
         with self._database.transaction() as db:
             rows = db.execute(
-                "SELECT number, custom_id, body FROM lines WHERE batch_id = ? AND number > ? "
-                "AND result IS NULL ORDER BY number LIMIT ?",
-                (batch_id, after, _LINES_AT_ONCE),
+                "SELECT number, custom_id, body, model_number FROM lines WHERE batch_id = ? "
+                "AND number > ? AND model_number = ? AND result IS NULL ORDER BY number LIMIT ?",
+                (batch_id, after, model_number, _LINES_AT_ONCE),
             )
             for row in rows:
                 found.append(Line(*row))
@@ -251,19 +257,26 @@ class BatchStore:
             "body": body,
         }
         usage = _usage(body) if succeeded else (0, 0, 0, 0)
+        result = _result(line.custom_id, response, None)
         with self._database.transaction() as db:
             done = db.execute(
                 "UPDATE lines SET result = ?, succeeded = ?, body = x'' "
                 "WHERE batch_id = ? AND number = ? AND result IS NULL",
-                (_result(line.custom_id, response, None), succeeded, batch_id, line.number),
+                (result, succeeded, batch_id, line.number),
             )
             if done.rowcount:
                 db.execute(
                     "UPDATE batches SET completed = completed + ?, failed = failed + ?, "
                     "input_tokens = input_tokens + ?, cached_tokens = cached_tokens + ?, "
-                    "output_tokens = output_tokens + ?, reasoning_tokens = reasoning_tokens + ? "
-                    "WHERE id = ?",
-                    (succeeded, not succeeded, *usage, batch_id),
+                    "output_tokens = output_tokens + ?, reasoning_tokens = reasoning_tokens + ?, "
+                    "line_bytes = line_bytes + ? WHERE id = ?",
+                    (
+                        succeeded,
+                        not succeeded,
+                        *usage,
+                        len(result) - len(line.body),
+                        batch_id,
+                    ),
                 )
         return succeeded
 
@@ -311,6 +324,30 @@ class BatchStore:
                 (now,),
             )
 
+    def _make_place(self, db: sqlite3.Connection, owner: bytes) -> None:
+        """Deletes ended batches without result files, if this caller can have no batch otherwise.
+
+        The oldest batch of the caller with the most such batches goes first. Raises StoreFull.
+        """
+        while True:
+            count, own = db.execute(
+                "SELECT count(*), count(*) FILTER (WHERE owner = ?) FROM batches", (owner,)
+            ).fetchone()
+            if is_fair(own + 1, self._config.max_files - count - 1):
+                return
+            deleted = db.execute(
+                "DELETE FROM batches WHERE seq = (SELECT min(seq) FROM batches "
+                "WHERE delete_at IS NOT NULL "
+                "AND NOT EXISTS (SELECT 1 FROM files WHERE batch_id = batches.id) "
+                "GROUP BY owner ORDER BY count(*) DESC LIMIT 1)"
+            )
+            if not deleted.rowcount:
+                raise StoreFull(
+                    f"{count} batches are kept, {own} of them of this caller; at most "
+                    f"{self._config.max_files} (http.batches.max_files) for all callers: delete "
+                    "the result files of ended batches"
+                )
+
     def _end(self, db: sqlite3.Connection, batch_id: str, now: int) -> None:
         db.execute(
             "UPDATE batches SET authorization = NULL, delete_at = ? WHERE id = ?",
@@ -341,7 +378,7 @@ def _add_line(db: sqlite3.Connection, batch_id: str, line: InputLine) -> None:
         error = BatchError(code=line.code, line=line.number, message=line.message, param=line.param)
         result = _result(line.custom_id, None, error.model_dump())
     db.execute(
-        "INSERT INTO lines VALUES (?, ?, ?, ?, ?, ?)",
+        "INSERT INTO lines VALUES (?, ?, ?, ?, ?, ?, ?)",
         (
             batch_id,
             line.number,
@@ -349,6 +386,7 @@ def _add_line(db: sqlite3.Connection, batch_id: str, line: InputLine) -> None:
             line.body,
             result,
             False if result is not None else None,
+            line.model_number,
         ),
     )
     if line.model is not None:
@@ -393,7 +431,7 @@ def _add_result_file(
     ).fetchone()
     if num_bytes is None:
         return None
-    file_id = f"file-{secrets.token_hex(12)}"
+    file_id = new_id("files")
     name = f"{batch['id']}_{'output' if succeeded else 'error'}.jsonl"
     db.execute(
         "INSERT INTO files (id, owner, filename, purpose, bytes, created_at, expires_at, batch_id, "

@@ -28,7 +28,16 @@ T = TypeVar("T")
 _KEY = "http.batches.dir"
 _DATABASE, _LOCK = "batches.sqlite", "lock"
 # Changes with the schema.
-_VERSION = 1
+_VERSION = 2
+# Changes a database of version 1.
+_FROM_VERSION_1 = """
+ALTER TABLE lines ADD COLUMN model_number INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE batches ADD COLUMN line_bytes INTEGER NOT NULL DEFAULT 0;
+DROP INDEX files_by_owner;
+CREATE INDEX files_by_owner ON files (owner, id);
+DROP INDEX batches_by_owner;
+CREATE INDEX batches_by_owner ON batches (owner, id);
+"""
 # The write-ahead log is truncated to this after a checkpoint.
 _MAX_LOG_BYTES = 64 * 2**20
 
@@ -111,8 +120,10 @@ def _locked(path: Path) -> int:
     except OSError:
         os.close(lock)
         raise
-    os.truncate(lock, 0)
-    os.write(lock, f"pid {os.getpid()}\n".encode())
+    # Only the error above needs the ID: on a full disk the gateway starts without it.
+    with contextlib.suppress(OSError):
+        os.truncate(lock, 0)
+        os.write(lock, f"pid {os.getpid()}\n".encode())
     return lock
 
 
@@ -131,10 +142,11 @@ def _connected(path: Path) -> sqlite3.Connection:
         # Deleted credentials do not stay in free space.
         connection.execute("PRAGMA secure_delete = FAST")
         (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version == 0:
+        if version in (0, 1):
             schema = resources.files(__package__).joinpath("schema.sql").read_text("utf-8")
+            changes = schema if version == 0 else _FROM_VERSION_1
             connection.executescript(
-                f"BEGIN IMMEDIATE; {schema} PRAGMA user_version = {_VERSION}; COMMIT;"
+                f"BEGIN IMMEDIATE; {changes} PRAGMA user_version = {_VERSION}; COMMIT;"
             )
         elif version != _VERSION:
             raise ConfigError(

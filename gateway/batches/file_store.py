@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import sqlite3
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from openai.types import FileObject
 
 from baton.gateway.batches.database import Database
+from baton.gateway.batches.status import Status
 from baton.runtime.config import BatchesConfig
 
 # Bytes of an upload that are written or read at a time.
 CHUNK_BYTES = 256 * 2**10
 # Free space of the disk that is never used: SQLite needs some even to delete.
 RESERVE_BYTES = 64 * 2**20
+# A caller may have at most this many times what stays free of a limit, so that no caller takes all.
+_SHARE = 3
 # Result lines that are read at a time, and the bytes after which no further line is read.
 _RESULTS_AT_ONCE, RESULT_BYTES_AT_ONCE = 256, 2**20
 
+_PREFIXES = {"files": "file-", "batches": "batch_"}
+
 
 class StoreFull(Exception):
-    """A limit of the store is reached; the message names its configuration key."""
+    """A limit of the store is reached for a caller; the message names its configuration key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,13 @@ class Part:
     next: int
 
 
+@dataclass(slots=True)
+class _RunningUpload:
+    owner: bytes
+    num_bytes: int
+    num_unwritten_bytes: int
+
+
 class FileStore:
     """Reads and writes files. All methods use the database's thread.
 
@@ -47,47 +61,86 @@ class FileStore:
 
     def __init__(self, database: Database, config: BatchesConfig) -> None:
         self._database, self._config = database, config
-        with database.transaction() as db:
-            # Uploads that the last process did not finish.
-            db.execute("DELETE FROM chunks WHERE file_id NOT IN (SELECT id FROM files)")
+        self._uploads: dict[str, _RunningUpload] = {}
+        # Whether there may be chunks of uploads that failed, in this process or the last one.
+        self._may_have_orphans = True
 
-    def begin_upload(self) -> str:
-        """Returns the ID of a new file. Raises StoreFull."""
+    def begin_upload(self, file_id: str, owner: bytes, num_bytes: int) -> None:
+        """Reserves room for a new file until `finish_upload` or `drop_upload`. Raises StoreFull."""
         with self._database.transaction() as db:
-            (count,) = db.execute("SELECT count(*) FROM files WHERE batch_id IS NULL").fetchone()
-        if count >= self._config.max_files:
+            count, own = db.execute(
+                "SELECT count(*), count(*) FILTER (WHERE owner = ?) FROM files "
+                "WHERE batch_id IS NULL",
+                (owner,),
+            ).fetchone()
+        count += len(self._uploads)
+        own += sum(one.owner == owner for one in self._uploads.values())
+        if not is_fair(own + 1, self._config.max_files - count - 1):
             raise StoreFull(
-                f"{count} files are kept; at most {self._config.max_files} "
-                "(http.batches.max_files): delete files"
+                f"{count} files are kept, {own} of them of this caller; at most "
+                f"{self._config.max_files} (http.batches.max_files) for all callers: delete files"
             )
-        return f"file-{secrets.token_hex(12)}"
+        self.check_room(owner, num_bytes)
+        self._uploads[file_id] = _RunningUpload(owner, num_bytes, num_bytes)
 
     def add_chunk(self, file_id: str, number: int, data: bytes) -> None:
         """Adds the next part of an upload. Raises StoreFull."""
-        self.check_room(len(data))
+        upload = self._uploads[file_id]
+        if self._is_full:
+            raise StoreFull("http.batches.max_bytes or the disk of http.batches.dir is full")
         with self._database.transaction() as db:
             db.execute("INSERT INTO chunks VALUES (?, ?, ?)", (file_id, number, data))
+        upload.num_unwritten_bytes -= len(data)
+
+    def is_full_for(self, owner: bytes) -> bool:
+        """Whether this caller's batches must wait for room."""
+        own = self._own_bytes(owner)
+        return self._is_full or not is_fair(own, self._config.max_bytes - own)
+
+    def check_room(self, owner: bytes, num_bytes: int) -> None:
+        """Raises StoreFull if this many bytes of a caller do not fit."""
+        with self._database.transaction() as db:
+            # The lines of these batches are not written yet.
+            (coming,) = db.execute(
+                "SELECT coalesce(sum(line_bytes), 0) FROM batches "
+                "WHERE delete_at IS NULL AND status = ?",
+                (Status.VALIDATING,),
+            ).fetchone()
+        coming += sum(upload.num_unwritten_bytes for upload in self._uploads.values())
+        own = self._own_bytes(owner)
+        used, limit = self._database.num_bytes + coming, self._config.max_bytes
+        free = self._database.num_free_bytes - coming
+        for left, told in (
+            (
+                limit - used,
+                f"files and results use {used} bytes; at most {limit} (http.batches.max_bytes)",
+            ),
+            (
+                free - RESERVE_BYTES,
+                f"the disk of http.batches.dir has {free} bytes free; {RESERVE_BYTES} must stay",
+            ),
+        ):
+            if not is_fair(own + num_bytes, left - num_bytes):
+                raise StoreFull(f"{told}; this caller has {own}: delete files")
 
     @property
-    def is_full(self) -> bool:
-        """Whether no more bytes fit."""
+    def _is_full(self) -> bool:
         database = self._database
         return (
             database.num_bytes > self._config.max_bytes or database.num_free_bytes < RESERVE_BYTES
         )
 
-    def check_room(self, num_bytes: int = 0) -> None:
-        """Raises StoreFull if this many bytes do not fit."""
-        used, limit = self._database.num_bytes, self._config.max_bytes
-        if used + num_bytes > limit:
-            raise StoreFull(
-                f"files and results use {used} bytes; at most {limit} (http.batches.max_bytes): "
-                "delete files"
-            )
-        if (free := self._database.num_free_bytes) < RESERVE_BYTES + num_bytes:
-            raise StoreFull(
-                f"the disk of http.batches.dir has {free} bytes free; {RESERVE_BYTES} must stay"
-            )
+    def _own_bytes(self, owner: bytes) -> int:
+        """Size of a caller's files, running uploads, and lines of open batches."""
+        with self._database.transaction() as db:
+            (stored,) = db.execute(
+                "SELECT (SELECT coalesce(sum(bytes), 0) FROM files WHERE owner = ?) + "
+                "(SELECT coalesce(sum(line_bytes), 0) FROM batches "
+                "WHERE owner = ? AND delete_at IS NULL)",
+                (owner, owner),
+            ).fetchone()
+        uploads = self._uploads.values()
+        return int(stored) + sum(one.num_bytes for one in uploads if one.owner == owner)
 
     def finish_upload(self, owner: bytes, file: FileObject) -> None:
         """Makes an upload visible to its owner."""
@@ -105,23 +158,38 @@ class FileStore:
                     file.expires_at,
                 ),
             )
+        self._uploads.pop(file.id, None)
 
     def drop_upload(self, file_id: str) -> None:
-        """Deletes the chunks of an upload that failed."""
-        with self._database.transaction() as db:
-            db.execute("DELETE FROM chunks WHERE file_id = ?", (file_id,))
+        """Ends an upload that failed, and deletes its chunks."""
+        self._uploads.pop(file_id, None)
+        self._may_have_orphans = True
+        self.delete_orphans()
 
-    def find(self, owner: bytes, file_id: str) -> FileObject | None:
-        """Returns a file of this owner; None if there is none."""
+    def delete_orphans(self) -> None:
+        """Deletes the chunks of uploads that failed."""
+        if not self._may_have_orphans:
+            return
+        with self._database.transaction() as db:
+            found = db.execute(
+                "SELECT DISTINCT file_id FROM chunks WHERE file_id NOT IN (SELECT id FROM files)"
+            ).fetchall()
+            orphans = [(row["file_id"],) for row in found if row["file_id"] not in self._uploads]
+            db.executemany("DELETE FROM chunks WHERE file_id = ?", orphans)
+        self._may_have_orphans = False
+
+    def find(self, owner: bytes, file_id: str, now: int) -> FileObject | None:
+        """Returns a file of this owner; None if there is none, or not any more."""
         with self._database.transaction() as db:
             row = _row(db, owner, file_id)
-        return _file_object(row) if row is not None else None
+        return _file_object(row) if row is not None and row["expires_at"] > now else None
 
     def page(
         self,
         owner: bytes,
         after: str | None,
         limit: int,
+        now: int,
         *,
         purpose: str | None = None,
         ascending: bool = False,
@@ -129,12 +197,13 @@ class FileStore:
         """Returns a page of the owner's files, and whether more follow.
 
         Raises:
-            LookupError: `after` is no file of the owner.
+            LookupError: `after` is no ID of a file.
         """
+        where, values = "expires_at > ?", list[object]([now])
+        if purpose is not None:
+            where, values = f"{where} AND purpose = ?", [*values, purpose]
         with self._database.transaction() as db:
-            found, more = page_of(
-                db, "files", owner, after, limit, purpose=purpose, ascending=ascending
-            )
+            found, more = page_of(db, "files", owner, after, limit, where, values, ascending)
         return [_file_object(row) for row in found], more
 
     def read(self, owner: bytes, file_id: str, position: int) -> Part | None:
@@ -183,6 +252,16 @@ class FileStore:
                 _delete(db, row)
 
 
+def is_fair(own: int, left: int) -> bool:
+    """Whether a caller may have this much of a limit of which this much stays free."""
+    return own <= _SHARE * left
+
+
+def new_id(table: str) -> str:
+    """Returns an ID for a row of `files` or `batches`; by the system clock, IDs are ordered."""
+    return f"{_PREFIXES[table]}{time.time_ns():016x}{secrets.token_hex(4)}"
+
+
 def chunk(db: sqlite3.Connection, file_id: str, number: int) -> bytes | None:
     """Returns a chunk of an uploaded file; None after the last one."""
     row = db.execute(
@@ -197,28 +276,24 @@ def page_of(
     owner: bytes,
     after: str | None,
     limit: int,
-    *,
-    purpose: str | None = None,
+    where: str = "TRUE",
+    values: Sequence[object] = (),
     ascending: bool = False,
 ) -> tuple[Sequence[sqlite3.Row], bool]:
     """Returns a page of an owner's rows in the order of their creation, and whether more follow.
 
+    `where` is a condition with `values` for its parameters. The row of `after` may be deleted.
+
     Raises:
-        LookupError: `after` is no ID of a row of the owner.
+        LookupError: `after` is no ID of such a row.
     """
-    where, values = "owner = ?", list[object]([owner])
-    if purpose is not None:
-        where, values = f"{where} AND purpose = ?", [*values, purpose]
+    where, values = f"owner = ? AND {where}", [owner, *values]
     if after is not None:
-        last = db.execute(
-            f"SELECT seq FROM {table} WHERE owner = ? AND id = ?", (owner, after)
-        ).fetchone()
-        if last is None:
+        if not re.fullmatch(f"{_PREFIXES[table]}[0-9a-f]{{24}}", after):
             raise LookupError(after)
-        where, values = f"{where} AND seq {'>' if ascending else '<'} ?", [*values, last["seq"]]
+        where, values = f"{where} AND id {'>' if ascending else '<'} ?", [*values, after]
     found = db.execute(
-        f"SELECT * FROM {table} WHERE {where} ORDER BY seq {'ASC' if ascending else 'DESC'} "
-        "LIMIT ?",
+        f"SELECT * FROM {table} WHERE {where} ORDER BY id {'ASC' if ascending else 'DESC'} LIMIT ?",
         [*values, limit + 1],
     ).fetchall()
     return found[:limit], len(found) > limit

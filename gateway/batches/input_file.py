@@ -18,6 +18,10 @@ from baton.gateway.responses_route import RESPONSES
 from baton.runtime.errors import shown
 
 _MAX_CUSTOM_ID_CHARS = 512
+# Models of a file that are told apart; all further models count as the last one.
+_MAX_MODELS = 16
+# The object of a batch names a model; of a longer name it has only the beginning.
+_MAX_MODEL_CHARS = 256
 _FIELDS = ("custom_id", "method", "url", "body")
 
 
@@ -31,6 +35,7 @@ class InputLine:
         body: The request as JSON; empty if the line is wrong.
         code, message, param: The error of a wrong line; `code` is empty if the line is right.
         model: The model that the request names, if any.
+        model_number: Number of the model in the file, from 0; see _MAX_MODELS.
     """
 
     number: int
@@ -40,6 +45,7 @@ class InputLine:
     message: str = ""
     param: str | None = None
     model: str | None = None
+    model_number: int = 0
 
 
 class WrongFile(Exception):
@@ -72,9 +78,10 @@ class InputParser:
     def __init__(self, endpoint: str, max_line_bytes: int, max_lines: int) -> None:
         self._endpoint = endpoint
         self._max_line_bytes, self._max_lines = max_line_bytes, max_lines
-        self._rest, self._rest_is_too_long = b"", False
+        self._rest, self._rest_is_too_long = bytearray(), False
         self._number, self._num_requests = 0, 0
         self._custom_ids: set[str] = set()
+        self._model_numbers: dict[str | None, int] = {}
 
     def feed(self, chunk: bytes, *, last: bool) -> Iterator[InputLine]:
         """Yields the lines that a chunk of the file completes.
@@ -88,9 +95,12 @@ class InputParser:
         """
         *whole, rest = chunk.split(b"\n")
         for part in [*whole, *([rest] if last else [])]:
-            line, too_long = self._rest + part, self._rest_is_too_long
-            self._rest, self._rest_is_too_long = b"", False
+            line, too_long = bytes(self._rest) + part, self._rest_is_too_long
+            self._rest, self._rest_is_too_long = bytearray(), False
             self._number += 1
+            if self._number > 2 * self._max_lines + 1:
+                # Empty lines are no requests, but take time.
+                raise self._too_many(2 * self._max_lines, " and empty lines")
             if self._number == 1:
                 # Some editors and Windows programs begin a text file with it.
                 line = line.removeprefix(codecs.BOM_UTF8)
@@ -100,15 +110,12 @@ class InputParser:
             self._rest += rest
         if len(self._rest) > self._max_line_bytes:
             # The rest of such a line is not needed, and must not fill the memory.
-            self._rest, self._rest_is_too_long = b"", True
+            self._rest, self._rest_is_too_long = bytearray(), True
 
     def _parsed(self, line: bytes, too_long: bool) -> InputLine:
         self._num_requests += 1
         if self._num_requests > self._max_lines:
-            raise WrongFile(
-                "too_many_tasks",
-                f"the file has more than {self._max_lines} lines (http.batches.max_lines)",
-            )
+            raise self._too_many(self._max_lines)
         custom_id: str | None = None
         try:
             if too_long:
@@ -126,16 +133,28 @@ class InputParser:
                     "custom_id",
                 )
             self._custom_ids.add(custom_id)
-            model = body.get("model")
+            named = body.get("model")
+            model = named[:_MAX_MODEL_CHARS] if isinstance(named, str) else None
             return InputLine(
                 self._number,
                 custom_id,
                 json_body(body),
-                model=model if isinstance(model, str) else None,
+                model=model,
+                model_number=self._model_number(model),
             )
         except _WrongLine as problem:
             message = f"line {self._number}: {problem}"
             return InputLine(self._number, custom_id, b"", problem.code, message, problem.param)
+
+    def _too_many(self, most: int, which: str = "") -> WrongFile:
+        message = f"the file has more than {most} lines{which} (http.batches.max_lines)"
+        return WrongFile("too_many_tasks", message)
+
+    def _model_number(self, model: str | None) -> int:
+        numbers = self._model_numbers
+        if model not in numbers and len(numbers) < _MAX_MODELS - 1:
+            numbers[model] = len(numbers)
+        return numbers.get(model, _MAX_MODELS - 1)
 
     def _body(self, values: dict[str, Any]) -> dict[str, Any]:
         """Returns the body; the route checks its fields later."""
@@ -161,9 +180,9 @@ class InputParser:
         if body.get("stream"):
             message = "body.stream is true; must be false or left out in a batch"
             raise _WrongLine("invalid_request", message, "body.stream")
-        if self._endpoint == RESPONSES:
+        if self._endpoint == RESPONSES and body.get("store") is None:
             # Stored responses are in memory; those of a batch would replace those of conversations.
-            body.setdefault("store", False)
+            body["store"] = False
         return body
 
 

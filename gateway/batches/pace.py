@@ -8,10 +8,10 @@ from collections import Counter, deque
 
 
 class Pace:
-    """Limit of the running lines of one batch, which follows the coordinator's refusals.
+    """Limit of a batch's running lines of one model, which follows the coordinator's refusals.
 
-    A refusal pauses the batch for the time that the coordinator says, and halves the limit, at most
-    once per pause. Each finished line raises it by one, as TCP does after a loss (RFC 5681).
+    A refusal pauses these lines for the time that the coordinator says, and halves the limit, at
+    most once per pause. Each finished line raises it by one, as TCP does after a loss (RFC 5681).
 
     Args:
         max_running: Largest limit.

@@ -6,6 +6,7 @@ those of the `openai` package. A caller sees the files and batches of its own cr
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Annotated, Literal, TypeAlias, TypeVar
@@ -17,8 +18,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from baton.gateway import body_reader
 from baton.gateway.batches import BATCHES, FILES
-from baton.gateway.batches.batch_store import NewBatch
-from baton.gateway.batches.file_store import CHUNK_BYTES, StoreFull
+from baton.gateway.batches.batch_store import NewBatch, OpenBatch
+from baton.gateway.batches.file_store import CHUNK_BYTES, StoreFull, new_id
 from baton.gateway.batches.runner import BatchRunner
 from baton.gateway.batches.status import Status
 from baton.gateway.batches.upload import MAX_EXPIRES_S, MIN_EXPIRES_S, Upload, read_upload
@@ -104,23 +105,26 @@ class BatchRoutes:
 
     async def files(self, request: Request) -> Response:
         """Answers POST and GET of /v1/files."""
-        await self._runner.sweep()
         if request.method == "POST":
             return _json(await self._uploaded(request))
         query = _Query(request, "after", "limit", "order", "purpose")
         limit = query.limit(_MAX_FILES_LISTED, _MAX_FILES_LISTED)
         ascending = query.one_of("order", "desc", "asc") == "asc"
-        owner, after = _owner(request), query.get("after")
+        owner, after, runner = _owner(request), query.get("after"), self._runner
         return await self._page(
             after,
-            lambda: self._runner.files.page(
-                owner, after, limit, purpose=query.get("purpose"), ascending=ascending
+            lambda: runner.files.page(
+                owner,
+                after,
+                limit,
+                runner.now(),
+                purpose=query.get("purpose"),
+                ascending=ascending,
             ),
         )
 
     async def file(self, request: Request) -> Response:
         """Answers GET and DELETE of /v1/files/{id}."""
-        await self._runner.sweep()
         file = await self._file(request, request.path_params["id"])
         # Starlette adds HEAD to GET.
         if request.method != "DELETE":
@@ -131,7 +135,6 @@ class BatchRoutes:
 
     async def content(self, request: Request) -> Response:
         """Answers GET of /v1/files/{id}/content."""
-        await self._runner.sweep()
         file = await self._file(request, request.path_params["id"])
         return StreamingResponse(
             self._parts(_owner(request), file),
@@ -141,7 +144,6 @@ class BatchRoutes:
 
     async def batches(self, request: Request) -> Response:
         """Answers POST and GET of /v1/batches."""
-        await self._runner.sweep()
         if request.method == "POST":
             return _json(await self._created(request))
         query = _Query(request, "after", "limit")
@@ -151,12 +153,10 @@ class BatchRoutes:
 
     async def batch(self, request: Request) -> Response:
         """Answers GET of /v1/batches/{id}."""
-        await self._runner.sweep()
         return _json(await self._batch(request))
 
     async def cancel(self, request: Request) -> Response:
         """Answers POST of /v1/batches/{id}/cancel."""
-        await self._runner.sweep()
         batch = await self._batch(request)
         runner = self._runner
         if not await runner.thread.call(runner.batches.begin_cancel, batch.id, runner.now()):
@@ -178,9 +178,9 @@ class BatchRoutes:
 
     async def _stored(self, owner: bytes, upload: Upload) -> FileObject:
         call, files, now = self._runner.thread.call, self._runner.files, self._runner.now()
-        file_id = await call(files.begin_upload)
+        file_id = new_id("files")
         try:
-            await call(files.check_room, upload.num_bytes)
+            await call(files.begin_upload, file_id, owner, upload.num_bytes)
             number = 0
             while data := await upload.file.read(CHUNK_BYTES):
                 await call(files.add_chunk, file_id, number, data)
@@ -197,7 +197,9 @@ class BatchRoutes:
             )
             await call(files.finish_upload, owner, file)
         except BaseException:
-            await call(files.drop_upload, file_id)
+            # On a full disk, the runner deletes the chunks later.
+            with contextlib.suppress(sqlite3.OperationalError):
+                await call(files.drop_upload, file_id)
             raise
         return file
 
@@ -218,13 +220,18 @@ class BatchRoutes:
             request.headers.get("x-baton-tenant", ""),
             body.endpoint,
             file.id,
+            file.bytes,
             body.metadata,
             expires.seconds if expires is not None else round(self._config.batches.expires_s),
         )
         runner = self._runner
-        # The lines are kept beside the file until they are done.
-        await runner.thread.call(runner.files.check_room, file.bytes)
-        created = await runner.thread.call(runner.batches.create, new, runner.now())
+
+        def create() -> OpenBatch:
+            # The lines are kept beside the file until they are done.
+            runner.files.check_room(owner, file.bytes)
+            return runner.batches.create(new, runner.now())
+
+        created = await runner.thread.call(create)
         runner.start(created)
         batch = await runner.thread.call(runner.batches.find, owner, created.id)
         assert batch is not None
@@ -239,13 +246,17 @@ class BatchRoutes:
 
         async def answer(request: Request) -> Response:
             await self._cells.models(_credential(request))
+            # A full disk prevents deletions but no reads; the runner logs this and tries again.
+            with contextlib.suppress(sqlite3.OperationalError):
+                await self._runner.sweep()
             return await endpoint(request)
 
         return answer
 
     async def _file(self, request: Request, name: str, param: str = "id") -> FileObject:
         files = self._runner.files
-        found = await self._runner.thread.call(files.find, _owner(request), name)
+        call, now = self._runner.thread.call, self._runner.now()
+        found = await call(files.find, _owner(request), name, now)
         if found is None:
             message = f"{param} is {shown(name)}; there is no such file, or not any more"
             status = 404 if param == "id" else 400

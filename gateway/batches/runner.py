@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Self, TypeVar
+from typing import ParamSpec, Self, TypeVar
 
 from starlette.types import ASGIApp
 
@@ -25,6 +25,7 @@ from baton.gateway.metrics import BatchStats
 from baton.runtime.closing import AsyncClosing
 from baton.runtime.config import HttpConfig
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
@@ -128,15 +129,24 @@ class BatchRunner(AsyncClosing):
 
     def _swept(self, now: int) -> tuple[list[str], int]:
         """Returns the batches whose completion window is over, and the used bytes."""
+        self.files.delete_orphans()
         self.files.delete_expired(now)
         self.batches.delete_old(now)
         return self.batches.due(now), self._database.num_bytes
 
-    def _next_lines(self, batch_id: str, after: int) -> list[Line] | None:
-        """Returns the next lines of a batch; None while there is no room for results."""
-        if self.files.is_full:
-            return None
-        return self.batches.next_lines(batch_id, after)
+    async def _with_room(
+        self, owner: bytes, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Calls a function in the thread, as soon as its caller has room for what follows."""
+
+        def call() -> tuple[T] | None:
+            return None if self.files.is_full_for(owner) else (function(*args, **kwargs),)
+
+        while True:
+            result = await self.thread.call(call)
+            if result is not None:
+                return result[0]
+            await asyncio.sleep(_RETRY_S)
 
     async def _sweep_forever(self) -> None:
         while True:
@@ -177,7 +187,8 @@ class BatchRunner(AsyncClosing):
         try:
             await self.thread.call(self.batches.begin_validation, batch.id)
             number = 0
-            while await self.thread.call(self._read_input, batch, parser, number):
+            read_input = self.batches.read_input
+            while await self._with_room(batch.owner, read_input, batch, parser, number):
                 number += 1
             num_wrong = await self.thread.call(self.batches.begin_lines, batch.id, self.now())
         except WrongFile as problem:
@@ -186,23 +197,15 @@ class BatchRunner(AsyncClosing):
         self._stats.lines["failed"] += num_wrong
         return True
 
-    def _read_input(self, batch: OpenBatch, parser: InputParser, number: int) -> bool:
-        """Adds the lines of a chunk of the input file; returns whether there may be more."""
-        if self.files.is_full:
-            raise WrongFile("storage_full", "no room for the lines (http.batches.max_bytes)")
-        return self.batches.read_input(batch, parser, number)
-
     async def _run_lines(self, batch: OpenBatch) -> None:
         """Runs the lines without a result; returns when every line has one."""
 
-        async def fetch(after: int) -> list[Line]:
-            while True:
-                found = await self.thread.call(self._next_lines, batch.id, after)
-                if found is not None:
-                    return found
-                await asyncio.sleep(_RETRY_S)
+        async def fetch(model_number: int, after: int) -> list[Line]:
+            next_lines = self.batches.next_lines
+            return await self._with_room(batch.owner, next_lines, batch.id, model_number, after)
 
-        queue = LineQueue(fetch, self._config.batches.max_running)
+        model_numbers = await self.thread.call(self.batches.model_numbers, batch.id)
+        queue = LineQueue(fetch, model_numbers, self._config.batches.max_running)
         async with asyncio.TaskGroup() as group:
             while (line := await queue.get()) is not None:
                 await self._slots.take(batch.owner)
@@ -219,7 +222,7 @@ class BatchRunner(AsyncClosing):
             return
         succeeded = await self.thread.call(self.batches.record, batch.id, line, answer)
         self._stats.lines["completed" if succeeded else "failed"] += 1
-        queue.done()
+        queue.done(line)
 
     async def _answered(self, batch: OpenBatch, line: Line) -> Answer:
         """Sends a line to its route; a route that raises fails this line only."""
@@ -239,6 +242,10 @@ class BatchRunner(AsyncClosing):
             try:
                 return await step()
             except Exception:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    # A task group that already aborts raises its own error (Python 3.11).
+                    raise asyncio.CancelledError from None
                 _log.exception("%s does not go on; trying again in %g s", what, _RETRY_S)
                 await asyncio.sleep(_RETRY_S)
 

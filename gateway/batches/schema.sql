@@ -16,7 +16,7 @@ CREATE TABLE files (
     -- Whether it has the lines that succeeded, or the others.
     succeeded INTEGER
 );
-CREATE INDEX files_by_owner ON files (owner, seq);
+CREATE INDEX files_by_owner ON files (owner, id);
 CREATE INDEX files_by_expiry ON files (expires_at);
 CREATE INDEX files_by_batch ON files (batch_id);
 
@@ -57,6 +57,8 @@ CREATE TABLE batches (
     output_expires_s INTEGER NOT NULL,
     -- When the row may be deleted; null while the batch is open.
     delete_at INTEGER,
+    -- Size of the lines while the batch is open: of the input file, then of results in its place.
+    line_bytes INTEGER NOT NULL DEFAULT 0,
     total INTEGER NOT NULL DEFAULT 0,
     completed INTEGER NOT NULL DEFAULT 0,
     failed INTEGER NOT NULL DEFAULT 0,
@@ -65,7 +67,7 @@ CREATE TABLE batches (
     output_tokens INTEGER NOT NULL DEFAULT 0,
     reasoning_tokens INTEGER NOT NULL DEFAULT 0
 );
-CREATE INDEX batches_by_owner ON batches (owner, seq);
+CREATE INDEX batches_by_owner ON batches (owner, id);
 CREATE INDEX open_batches ON batches (expires_at) WHERE delete_at IS NULL;
 CREATE INDEX ended_batches ON batches (delete_at) WHERE delete_at IS NOT NULL;
 
@@ -79,5 +81,7 @@ CREATE TABLE lines (
     -- The line of the result file or error file; null until the line is done.
     result BLOB,
     succeeded INTEGER,
+    -- Number of the model among those of the file; some models share the last number.
+    model_number INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (batch_id, number)
 );

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import tempfile
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
@@ -73,6 +75,13 @@ async def read_upload(request: Request, config: HttpConfig) -> Upload:
     except TimeoutError:
         message = f"the upload was not complete within {_TIMEOUT_S:g} s"
         raise HttpError(408, message, code="request_timeout") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        message = f"no room for the upload in the gateway's {tempfile.gettempdir()}"
+        raise HttpError(
+            507, message, kind="server_error", code="storage_full", permanent=True
+        ) from None
     try:
         fields = {name: value for name, value in form.multi_items() if isinstance(value, str)}
         for name in form:

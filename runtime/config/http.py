@@ -35,11 +35,13 @@ class BatchesConfig(Section):
     )
     max_bytes: PositiveInt = Field(
         4 * 2**30,
-        description="Size of all files and results. At the limit, uploads and new batches are "
-        "refused, and running batches wait for room.",
+        description="Size of all files and results, of which one caller can use three quarters. At "
+        "the limit, uploads and new batches are refused, and running batches wait for room.",
     )
     max_files: PositiveInt = Field(
-        10_000, description="Uploaded files that are kept at a time; also the limit of batches."
+        10_000,
+        description="Uploaded files that are kept at a time, of which one caller can have three "
+        "quarters; also the limit of batches.",
     )
     max_file_bytes: PositiveInt = Field(200 * 2**20, description="Size of one uploaded file.")
     max_lines: PositiveInt = Field(50_000, description="Lines of one batch.")

@@ -10,8 +10,10 @@ from collections import defaultdict
 import pytest
 from openai.types import FileObject
 
+from baton.gateway.batches import runner as runner_module
 from baton.gateway.batches.batch_store import NewBatch
 from baton.gateway.batches.database import Database
+from baton.gateway.batches.file_store import FileStore, new_id
 from baton.gateway.batches.runner import BatchRunner
 from baton.gateway.batches.status import Status
 from baton.gateway.metrics import BatchStats
@@ -44,8 +46,10 @@ async def submit(runner, *names, endpoint=COMPLETIONS, owner=OWNER):
     data, now = b"\n".join(json.dumps(one).encode() for one in lines), runner.now()
 
     def create():
+        file_id = new_id("files")
+        runner.files.begin_upload(file_id, owner, len(data))
         file = FileObject(
-            id=runner.files.begin_upload(),
+            id=file_id,
             object="file",
             bytes=len(data),
             created_at=now,
@@ -56,7 +60,8 @@ async def submit(runner, *names, endpoint=COMPLETIONS, owner=OWNER):
         )
         runner.files.add_chunk(file.id, 0, data)
         runner.files.finish_upload(owner, file)
-        return runner.batches.create(NewBatch(owner, "", "", endpoint, file.id, None, 1000), now)
+        new = NewBatch(owner, "", "", endpoint, file_id, len(data), None, 1000)
+        return runner.batches.create(new, now)
 
     batch = await runner.thread.call(create)
     runner.start(batch)
@@ -82,6 +87,11 @@ async def results(runner, file_id):
     part = await runner.thread.call(runner.files.read, OWNER, file_id, 0)
     found = map(json.loads, part.data.splitlines())
     return {one["custom_id"]: one["response"] for one in found}
+
+
+def num_chunks(runner):
+    with runner.files._database.transaction() as db:
+        return db.execute("SELECT count(*) FROM chunks").fetchone()[0]
 
 
 async def name_in(receive):
@@ -119,6 +129,41 @@ async def test_a_line_whose_route_raises_fails_alone(tmp_path, endpoint):
             assert found["body"].get("type") == ("error" if endpoint == MESSAGES else None)
 
 
+async def test_reading_the_input_goes_on_when_there_is_room_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner_module, "_RETRY_S", 0.0)
+    is_full = iter([True, False, True, True])
+    monkeypatch.setattr(FileStore, "is_full_for", lambda *_: next(is_full, False))
+
+    async def route(scope, receive, send):
+        await reply(send)
+
+    async with running(tmp_path, route) as runner:
+        batch = await ended(runner, await submit(runner, "a", "b"))
+        assert (batch.status, batch.request_counts.completed) == ("completed", 2)
+
+
+async def test_chunks_without_a_file_go_when_the_disk_lets_them(tmp_path, monkeypatch):
+    """A gateway was killed during an upload, and the disk is full when it starts again."""
+    monkeypatch.setattr(runner_module, "_RETRY_S", 0.0)
+    tries = []
+
+    def fail():
+        tries.append(None)
+        if len(tries) < 3:
+            raise OSError("the disk is full")
+
+    def prepare(db):
+        db.create_function("fail", 0, fail)
+        db.execute("INSERT INTO chunks VALUES ('file-a', 0, 'x')")
+        db.execute("CREATE TEMP TRIGGER failing BEFORE DELETE ON chunks BEGIN SELECT fail(); END")
+
+    async with running(tmp_path, None, prepare=prepare) as runner:
+        async with asyncio.timeout(WAIT_S):
+            while len(tries) < 3:
+                await asyncio.sleep(0)
+            assert await runner.thread.call(num_chunks, runner) == 0
+
+
 class Held:
     """A route that answers a line when the test lets it."""
 
@@ -133,6 +178,48 @@ class Held:
 
     async def until_begun(self, name):
         await asyncio.wait_for(self.begun[name].wait(), WAIT_S)
+
+
+async def test_a_batch_stops_although_its_lines_are_being_cancelled_already(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner_module, "_RETRY_S", 0.0)
+    cancelling, may_end, again = (asyncio.Event() for _ in range(3))
+    begun = set()
+
+    def fail(name):
+        raise OSError("the disk is full")
+
+    def prepare(db):
+        db.create_function("fail", 1, fail)
+        db.execute(
+            "CREATE TEMP TRIGGER failing BEFORE UPDATE ON lines "
+            "BEGIN SELECT fail(NEW.custom_id); END"
+        )
+
+    async def route(scope, receive, send):
+        name = await name_in(receive)
+        if name in begun:
+            again.set()
+            await asyncio.Event().wait()
+        begun.add(name)
+        if name == "a-2":
+            await reply(send)
+            return
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelling.set()
+            await may_end.wait()
+
+    async with running(tmp_path, route, prepare=prepare) as runner:
+        await submit(runner, "a-1", "a-2")
+        await asyncio.wait_for(cancelling.wait(), WAIT_S)
+        stopping = asyncio.create_task(runner.stop())
+        await asyncio.sleep(0)
+        may_end.set()
+        started_again = asyncio.create_task(again.wait())
+        await asyncio.wait([stopping, started_again], return_when=asyncio.FIRST_COMPLETED)
+        assert not again.is_set()
+        started_again.cancel()
 
 
 async def test_a_line_cancelled_before_its_first_step_gives_its_slot_back(tmp_path):

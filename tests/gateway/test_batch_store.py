@@ -31,26 +31,47 @@ def opened(path, **limits):
         yield FileStore(database, config), BatchStore(database, config)
 
 
-def upload(files, *chunks):
-    file = FileObject(
-        id=files.begin_upload(),
+def begin_upload(files, num_bytes, owner=OWNER):
+    file_id = file_store.new_id("files")
+    files.begin_upload(file_id, owner, num_bytes)
+    return file_id
+
+
+def file_object(file_id, num_bytes):
+    return FileObject(
+        id=file_id,
         object="file",
-        bytes=sum(map(len, chunks)),
+        bytes=num_bytes,
         created_at=NOW_S,
         expires_at=NOW_S + 1000,
         filename="a",
         purpose="batch",
         status="processed",
     )
+
+
+def upload(files, *chunks, owner=OWNER):
+    num_bytes = sum(map(len, chunks))
+    file = file_object(begin_upload(files, num_bytes, owner), num_bytes)
     for number, data in enumerate(chunks):
         files.add_chunk(file.id, number, data)
-    files.finish_upload(OWNER, file)
+    files.finish_upload(owner, file)
     return file.id
 
 
-def new_batch(batches, file_id):
-    new = NewBatch(OWNER, SECRET, "", ROUTE, file_id, None, 1000)
+def new_batch(batches, file_id, num_input_bytes=0, owner=OWNER):
+    new = NewBatch(owner, SECRET, "", ROUTE, file_id, num_input_bytes, None, 1000)
     return batches.create(new, NOW_S)
+
+
+def num_added(add):
+    """Adds until a limit is reached; returns how often that succeeded."""
+    num = 0
+    with contextlib.suppress(StoreFull):
+        while True:
+            add()
+            num += 1
+    return num
 
 
 def lines(*names):
@@ -80,6 +101,35 @@ def test_a_byte_order_mark_before_the_first_line_is_no_part_of_it(size):
     assert not list(InputParser(ROUTE, 1000, 10).feed(codecs.BOM_UTF8, last=True))
 
 
+def parsed(url=ROUTE, **body):
+    found = {"custom_id": "a", "method": "POST", "url": url, "body": body}
+    (line,) = InputParser(url, 10_000, 1).feed(json.dumps(found).encode(), last=True)
+    return line
+
+
+@pytest.mark.parametrize(
+    ("body", "store"), [({}, False), ({"store": None}, False), ({"store": True}, True)]
+)
+def test_responses_of_a_batch_are_stored_only_where_it_says_so(body, store):
+    assert json.loads(parsed("/v1/responses", **body).body)["store"] is store
+
+
+def test_a_long_name_of_a_model_is_kept_in_the_request_only():
+    line = parsed(model="m" * 1000)
+    assert line.model == "m" * 256
+    assert json.loads(line.body)["model"] == "m" * 1000
+
+
+def test_empty_lines_are_limited_too():
+    request = lines("a")
+    for line_end in (b"\n", b"\n \n"):
+        found = InputParser(ROUTE, 1000, 3).feed((request + line_end) * 3, last=True)
+        assert len(list(found)) == 3
+    with pytest.raises(WrongFile, match="empty lines") as problem:
+        list(InputParser(ROUTE, 1000, 3).feed(b"\n" * 100, last=True))
+    assert problem.value.code == "too_many_tasks"
+
+
 def test_lines_may_cross_chunks(tmp_path):
     data = lines("a", "b", "c")
     with opened(tmp_path) as (files, batches):
@@ -87,7 +137,7 @@ def test_lines_may_cross_chunks(tmp_path):
             chunks = [data[start : start + size] for start in range(0, len(data), size)]
             batch = new_batch(batches, upload(files, *chunks))
             validate(batches, batch)
-            found = batches.next_lines(batch.id, 0)
+            found = batches.next_lines(batch.id, 0, 0)
             assert [(line.number, line.custom_id) for line in found] == [
                 (1, "a"),
                 (2, "b"),
@@ -119,7 +169,7 @@ def test_lines_are_read_by_parts_of_bounded_size(tmp_path):
         assert not batches.read_input(batch, parser, 1)
         batches.begin_lines(batch.id, NOW_S)
         after, sizes, found = 0, [], []
-        while part := batches.next_lines(batch.id, after):
+        while part := batches.next_lines(batch.id, 0, after):
             after = part[-1].number
             sizes.append(len(part))
             found += [line.custom_id for line in part]
@@ -131,14 +181,14 @@ def test_a_result_is_written_once(tmp_path):
     with opened(tmp_path) as (files, batches):
         batch = new_batch(batches, upload(files, lines("a", "b")))
         validate(batches, batch)
-        a, b = batches.next_lines(batch.id, 0)
+        a, b = batches.next_lines(batch.id, 0, 0)
         for _ in range(2):
             batches.record(batch.id, a, DONE)
     with opened(tmp_path) as (files, batches):
         (batch,) = batches.open_batches()
         assert (batch.status, batch.authorization) == (Status.IN_PROGRESS, SECRET)
-        assert batches.next_lines(batch.id, 0) == [b]
-        assert batches.next_lines(batch.id, 2) == []
+        assert batches.next_lines(batch.id, 0, 0) == [b]
+        assert batches.next_lines(batch.id, 0, 2) == []
         batches.record(batch.id, b, Answer(400, "req_2", b"{}", None))
         for _ in range(2):
             batches.finish(batch.id, Status.COMPLETED, NOW_S)
@@ -192,7 +242,7 @@ def test_the_usage_of_a_batch_counts_each_api_alike(tmp_path, usage, inputs, cac
     with opened(tmp_path) as (files, batches):
         batch = new_batch(batches, upload(files, lines("a", "b")))
         validate(batches, batch)
-        for line in batches.next_lines(batch.id, 0):
+        for line in batches.next_lines(batch.id, 0, 0):
             batches.record(
                 batch.id, line, replace(DONE, body=json.dumps({"usage": usage}).encode())
             )
@@ -212,7 +262,7 @@ def test_results_are_read_by_parts_of_bounded_size(tmp_path):
             number += 1
         batches.begin_lines(batch.id, NOW_S)
         after = 0
-        while part := batches.next_lines(batch.id, after):
+        while part := batches.next_lines(batch.id, 0, after):
             after = part[-1].number
             for line in part:
                 large = json.dumps("x" * (200_000 if line.number <= 40 else 1))
@@ -226,7 +276,7 @@ def test_results_are_read_by_parts_of_bounded_size(tmp_path):
         # A part may exceed the limit by one line.
         assert max(map(len, parts)) < file_store.RESULT_BYTES_AT_ONCE + 201_000
         found = b"".join(parts)
-        assert len(found) == files.find(OWNER, file_id).bytes
+        assert len(found) == files.find(OWNER, file_id, NOW_S).bytes
         assert [json.loads(one)["custom_id"] for one in found.splitlines()] == names
 
 
@@ -239,7 +289,7 @@ def test_an_interrupted_validation_begins_again(tmp_path):
         (batch,) = batches.open_batches()
         assert batch.status is Status.VALIDATING
         validate(batches, batch)
-        found = batches.next_lines(batch.id, 0)
+        found = batches.next_lines(batch.id, 0, 0)
         assert [line.custom_id for line in found] == ["a", "b", "c", "d"]
 
 
@@ -277,21 +327,106 @@ def test_a_batch_cancelled_before_its_lines_are_counted_has_no_results(tmp_path)
         assert not batches.begin_cancel(batch.id, NOW_S)
 
 
-def test_an_unfinished_upload_is_dropped_at_the_next_start(tmp_path):
+def test_an_unfinished_upload_is_dropped_by_the_next_process(tmp_path):
     with opened(tmp_path) as (files, _):
-        files.add_chunk(files.begin_upload(), 0, b"x" * 200_000)
+        files.add_chunk(begin_upload(files, 200_000), 0, b"x" * 200_000)
         kept = upload(files, b"abc")
     with opened(tmp_path, max_bytes=250_000) as (files, _):
+        files.delete_orphans()
+        running = begin_upload(files, 10)
+        files.add_chunk(running, 0, b"x" * 10)
+        files.drop_upload("file-of-another")
+        files.finish_upload(OWNER, file_object(running, 10))
+        assert files.read(OWNER, running, 0).data == b"x" * 10
         assert files.read(OWNER, kept, 0).data == b"abc"
-        files.check_room(100_000)
+        files.check_room(b"another", 100_000)
+
+
+def test_lines_that_are_not_read_yet_have_their_room(tmp_path):
+    with opened(tmp_path, max_bytes=1_000_000) as (files, batches):
+        file_id = upload(files, lines("a"), b"x" * 200_000)
+        files.check_room(b"another", 500_000)
+        reading = new_batch(batches, file_id, 200_000)
+        with pytest.raises(StoreFull, match="max_bytes"):
+            files.check_room(b"another", 500_000)
+        validate(batches, reading)
+        files.check_room(b"another", 400_000)
+
+
+def test_a_running_upload_has_its_room(tmp_path):
+    with opened(tmp_path, max_bytes=1_000_000) as (files, _):
+        file_id = begin_upload(files, 500_000)
+        with pytest.raises(StoreFull, match="max_bytes"):
+            begin_upload(files, 500_000, b"another")
+        files.add_chunk(file_id, 0, b"x" * 200_000)
+        files.drop_upload(file_id)
+        begin_upload(files, 500_000, b"another")
+
+
+def test_a_caller_leaves_room_for_the_files_of_others(tmp_path):
+    with opened(tmp_path, max_bytes=2_000_000) as (files, _):
+        assert num_added(lambda: upload(files, b"x" * 200_000)) == 7
+        upload(files, b"x" * 200_000, owner=b"another")
+    with opened(tmp_path / "count", max_files=20) as (files, _):
+        assert num_added(lambda: upload(files, b"x")) == 15
+        upload(files, b"x", owner=b"another")
+
+
+def test_a_caller_leaves_room_for_the_results_of_others(tmp_path):
+    with opened(tmp_path, max_bytes=2_000_000) as (files, batches):
+        names = [str(n) for n in range(60)]
+        batch = new_batch(batches, upload(files, lines(*names)))
+        validate(batches, batch)
+        large = replace(DONE, body=json.dumps({"a": "x" * 30_000}).encode())
+        for line in batches.next_lines(batch.id, 0, 0):
+            if files.is_full_for(OWNER):
+                break
+            batches.record(batch.id, line, large)
+        assert files.is_full_for(OWNER)
+        assert not files.is_full_for(b"another")
+        upload(files, b"x" * 200_000, owner=b"another")
+
+
+def test_a_caller_leaves_room_for_the_batches_of_others(tmp_path):
+    with opened(tmp_path, max_files=8) as (files, batches):
+        file_id, created = upload(files, lines("a")), []
+        assert num_added(lambda: created.append(new_batch(batches, file_id))) == 6
+        other = new_batch(batches, file_id, owner=b"another")
+        # Ended batches with results stay, those without results make place.
+        with_results, *without = created[:3]
+        validate(batches, with_results)
+        for batch in (with_results, *without):
+            batches.finish(batch.id, Status.EXPIRED, NOW_S)
+        new_batch(batches, file_id)
+        assert all(batches.find(OWNER, batch.id) is None for batch in without)
+        assert batches.find(OWNER, with_results.id) is not None
+        assert batches.find(b"another", other.id) is not None
+
+
+def test_chunks_that_a_full_disk_keeps_are_deleted_later(tmp_path):
+    with opened(tmp_path) as (files, _):
+        file_id = begin_upload(files, 3)
+        files.add_chunk(file_id, 0, b"abc")
+        with files._database.transaction() as db:
+            db.execute(
+                "CREATE TEMP TRIGGER failing BEFORE DELETE ON chunks "
+                "BEGIN SELECT no_such_function(); END"
+            )
+        with pytest.raises(sqlite3.OperationalError):
+            files.drop_upload(file_id)
+        with files._database.transaction() as db:
+            db.execute("DROP TRIGGER failing")
+        files.delete_orphans()
+        with files._database.transaction() as db:
+            assert db.execute("SELECT count(*) FROM chunks").fetchone()[0] == 0
 
 
 def test_some_of_the_disk_stays_free(tmp_path, monkeypatch):
     with opened(tmp_path) as (files, _):
         upload(files, b"abc")
-        assert not files.is_full
+        assert not files.is_full_for(OWNER)
         monkeypatch.setattr(file_store, "RESERVE_BYTES", 2**62)
-        assert files.is_full
+        assert files.is_full_for(OWNER)
         with pytest.raises(StoreFull, match=r"the disk of http\.batches\.dir has \d+ bytes free"):
             upload(files, b"abc")
 
@@ -315,7 +450,7 @@ def test_credentials_and_prompts_do_not_outlive_what_needs_them(tmp_path):
         file_id = upload(files, lines("name-of-this-test"))
         batch = new_batch(batches, file_id)
         validate(batches, batch)
-        (line,) = batches.next_lines(batch.id, 0)
+        (line,) = batches.next_lines(batch.id, 0, 0)
         batches.record(batch.id, line, DONE)
         batches.finish(batch.id, Status.COMPLETED, NOW_S)
         found = batches.find(OWNER, batch.id)
@@ -354,6 +489,20 @@ def test_only_moves_in_the_table_are_possible():
             else:
                 with pytest.raises(ValueError, match="cannot become"):
                     advance(old, new)
+
+
+def test_a_database_of_an_earlier_version_goes_on(tmp_path):
+    with opened(tmp_path) as (files, batches):
+        batch = new_batch(batches, upload(files, lines("a", "b")))
+        validate(batches, batch)
+    with sqlite3.connect(tmp_path / "batches.sqlite") as db:
+        db.execute("ALTER TABLE lines DROP COLUMN model_number")
+        db.execute("ALTER TABLE batches DROP COLUMN line_bytes")
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+    with opened(tmp_path) as (files, batches):
+        assert batches.model_numbers(batch.id) == [0]
+        assert [line.custom_id for line in batches.next_lines(batch.id, 0, 0)] == ["a", "b"]
 
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path):

@@ -2,12 +2,16 @@
 
 import asyncio
 import contextlib
+import errno
+import functools
 import io
 import json
 import os
 import re
+import sqlite3
 import subprocess
 import sys
+from contextlib import AsyncExitStack
 
 import httpx2 as httpx
 import openai as sdk
@@ -16,11 +20,14 @@ import yaml
 from baton_command import START_S, Process
 from openai import AsyncOpenAI
 from processes import Cluster
+from scripted_cell import CellOf, serve
 from scripted_inference import ScriptedInference, accepted, delta, failed, finished, serving
+from starlette.datastructures import UploadFile
 
 from baton import models
 from baton.gateway import cell
 from baton.gateway.batches import route_call, runner
+from baton.gateway.batches.file_store import FileStore
 from baton.runtime import errors
 from baton.v1 import common_pb2
 
@@ -206,6 +213,16 @@ async def test_lists_are_paged(openai):
     listed = [batch.id async for batch in await openai.batches.list(limit=2)]
     assert listed == [batch.id for batch in created[::-1]]
     assert len((await openai.files.list(purpose="batch_output")).data) == 3
+
+
+async def test_files_can_be_deleted_while_they_are_listed(openai):
+    names = [(await upload(openai, line("a"))).id for _ in range(5)]
+    deleted = []
+    async for file in await openai.files.list(limit=2):
+        await openai.files.delete(file.id)
+        deleted.append(file.id)
+    assert deleted == names[::-1]
+    assert not (await openai.files.list()).data
 
 
 async def test_a_deleted_file_is_gone_and_its_batch_goes_on(openai):
@@ -406,7 +423,7 @@ async def test_wrong_requests_name_what_is_wrong(openai, batching):
 
 
 async def test_large_files_and_a_full_store_are_refused(start_gateway, cluster, directory):
-    limits = {"max_file_bytes": 100_000, "max_files": 3, "max_bytes": 300_000}
+    limits = {"max_file_bytes": 100_000, "max_files": 4, "max_bytes": 400_000}
     async with (
         start_gateway(cluster.address, batches=directory | limits) as gateway,
         gateway.openai() as openai,
@@ -425,6 +442,60 @@ async def test_large_files_and_a_full_store_are_refused(start_gateway, cluster, 
         await upload(openai, b"x" * 90_000)
         with pytest.raises(sdk.APIStatusError, match="max_bytes"):
             await upload(openai, b"x" * 100_000)
+
+
+async def test_an_upload_that_fills_the_temporary_directory_is_refused(openai, monkeypatch):
+    async def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(UploadFile, "write", fail)
+    with pytest.raises(sdk.APIStatusError, match="no room for the upload") as refused:
+        await upload(openai, line("a"))
+    assert (refused.value.status_code, refused.value.code) == (507, "storage_full")
+
+
+async def test_batches_that_are_read_together_are_refused_or_complete(
+    start_gateway, cluster, directory
+):
+    limits = {"max_bytes": 2_000_000}
+    async with (
+        start_gateway(cluster.address, batches=directory | limits) as gateway,
+        gateway.openai() as openai,
+    ):
+        file = await upload(openai, *(with_body(str(n), user="x" * 60_000) for n in range(10)))
+        creating = (
+            openai.batches.create(
+                input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h"
+            )
+            for _ in range(8)
+        )
+        found = await asyncio.gather(*creating, return_exceptions=True)
+        refused = [one for one in found if isinstance(one, sdk.APIStatusError)]
+        batches = [await ended(openai, one) for one in found if one not in refused]
+        assert {one.status_code for one in refused} <= {507}
+        assert {one.status for one in batches} == {"completed"}
+        assert {one.request_counts.completed for one in batches} == {10}
+
+
+async def test_a_caller_does_not_keep_another_one_out(start_gateway, cluster, directory):
+    async with (
+        start_gateway(cluster.address, batches=directory | {"max_files": 8}) as gateway,
+        gateway.openai(api_key="one") as one,
+        gateway.openai(api_key="another") as other,
+    ):
+        file = await upload(one, line("a"))
+        create = functools.partial(
+            one.batches.create,
+            input_file_id=file.id,
+            endpoint=COMPLETIONS,
+            completion_window="24h",
+        )
+        for add in (functools.partial(upload, one, line("a")), create):
+            added = await asyncio.gather(*(add() for _ in range(8)), return_exceptions=True)
+            refused = [one for one in added if isinstance(one, sdk.APIStatusError)]
+            assert {one.status_code for one in refused} == {507}
+        batch = await ended(other, await submit(other, line("a")))
+        assert batch.status == "completed"
 
 
 async def test_without_a_directory_the_routes_say_how_to_turn_them_on(scripted):
@@ -552,6 +623,23 @@ async def test_only_refusals_of_now_run_again(
         assert [one["custom_id"] for one in done] == ["d"]
         statuses = [(one["custom_id"], one["response"]["status_code"]) for one in wrong]
         assert statuses == [("a", 429), ("b", 500), ("c", 504)]
+
+
+async def test_lines_of_a_model_that_is_away_do_not_hold_up_the_others(start_gateway, directory):
+    async with AsyncExitStack() as stack:
+        away, there = CellOf("away", "a"), CellOf("there", "b")
+        away.refuses = errors.Unavailable("no decode worker is attached")
+        addresses = [await stack.enter_async_context(serve(cell)) for cell in (away, there)]
+        limits = directory | {"max_running": 2}
+        gateway = await stack.enter_async_context(start_gateway(*addresses, batches=limits))
+        openai = await stack.enter_async_context(gateway.openai())
+        lines = [with_body(str(n), model="aab"[n % 3], prompt="x") for n in range(30)]
+        batch = await submit(openai, *lines)
+        batch = await until(openai, batch, lambda one: one.request_counts.completed == 10)
+        assert len(there.requests) == 10
+        away.refuses = None
+        batch = await ended(openai, batch)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 30)
 
 
 class Hung(ScriptedInference):
@@ -683,6 +771,34 @@ async def test_files_and_results_expire(start_gateway, cluster, directory):
         assert not (await openai.batches.list()).data
 
 
+async def test_files_can_be_read_while_the_disk_is_full(
+    start_gateway, cluster, directory, monkeypatch
+):
+    def fail(*_):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    clock = Clock()
+    async with (
+        start_gateway(cluster.address, batches=directory, clock=clock) as gateway,
+        gateway.openai() as openai,
+    ):
+        hour = {"anchor": "created_at", "seconds": 3600}
+        expired = await upload(openai, line("a"), expires_after=hour)
+        kept = await upload(openai, line("a"))
+        batch = await ended(openai, await submit(openai, line("a")))
+        monkeypatch.setattr(FileStore, "delete_expired", fail)
+        clock.now_s += 3600
+        assert len(await content(openai, batch.output_file_id)) == 1
+        assert (await openai.files.retrieve(kept.id)).id == kept.id
+        assert (await openai.batches.retrieve(batch.id)).status == "completed"
+        assert [one.id for one in (await openai.batches.list()).data] == [batch.id]
+        listed = [one.id for one in (await openai.files.list()).data]
+        assert kept.id in listed
+        assert expired.id not in listed
+        with pytest.raises(sdk.NotFoundError):
+            await openai.files.content(expired.id)
+
+
 async def test_a_batch_expires_with_the_results_that_it_has(
     start_gateway, tmp_path, model, directory
 ):
@@ -796,12 +912,13 @@ async def test_lines_wait_while_there_is_no_room_for_results(
     start_gateway, cluster, directory, monkeypatch
 ):
     monkeypatch.setattr(runner, "_RETRY_S", 0.02)
-    limit, num_lines = 400_000, 400
+    limit, num_lines = 420_000, 400
     async with (
         start_gateway(cluster.address, batches=directory | {"max_bytes": limit}) as gateway,
         gateway.openai() as openai,
+        gateway.openai(api_key="another") as another,
     ):
-        other = await upload(openai, b"x" * 200_000)
+        other = await upload(another, b"x" * 200_000)
         lines = [with_body(f"request-{n}", max_tokens=2) for n in range(num_lines)]
         batch = await submit(openai, *lines)
 
@@ -814,7 +931,7 @@ async def test_lines_wait_while_there_is_no_room_for_results(
             while await num_bytes() <= limit:
                 batch = await openai.batches.retrieve(batch.id)
                 assert not is_ended(batch)
-        await openai.files.delete(other.id)
+        await another.files.delete(other.id)
         batch = await ended(openai, batch)
         right_results(await content(openai, batch.output_file_id), num_lines)
 

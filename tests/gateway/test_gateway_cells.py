@@ -6,90 +6,19 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx2 as httpx
 import pytest
+from scripted_cell import CellOf, serve
 from scripted_inference import (
-    ScriptedInference,
-    accepted,
-    delta,
-    failed,
-    finished,
     serving,
     set_serving,
     unused_address,
 )
 
 from baton.client import connector
-from baton.runtime.errors import RESTARTING, ResourceExhausted, Unauthenticated, Unavailable
-from baton.runtime.errors import abort as abort_call
-from baton.v1 import common_pb2
+from baton.gateway import cell as cell_module
+from baton.runtime.errors import RESTARTING, ResourceExhausted, Unavailable
 
 WAIT_S = 300.0
 GONE = Unavailable("no decode worker is attached")
-
-
-class CellOf(ScriptedInference):
-    """A coordinator that responds to every request with its own name, or refuses it.
-
-    Attributes:
-        requests: All requests that it got, in order.
-        refuses: Error with which it refuses every request; None: it accepts them.
-        fails: Error with which every request fails after its first token; None: no failure.
-        hangs: Whether it never ends a request.
-        silent: Whether it sends no event at all.
-        keyholder: The only credential that it accepts; None: it needs no credential.
-    """
-
-    def __init__(self, name, model, *adapters):
-        super().__init__()
-        self.name, self.model, self.adapters = name, model, adapters
-        self.requests = []
-        self.refuses = self.fails = self.keyholder = None
-        self.hangs = self.silent = False
-
-    async def GetModel(self, request, context):
-        shown = dict(context.invocation_metadata() or ()).get("authorization", "")
-        if self.keyholder is not None and shown != self.keyholder:
-            await abort_call(context, Unauthenticated("who are you?"))
-        return common_pb2.ModelDescription(
-            name=self.model,
-            max_model_len=8192,
-            adapters=[common_pb2.LoraAdapter(name=one) for one in self.adapters],
-        )
-
-    async def answer(self):
-        async with asyncio.TaskGroup() as group:
-            while True:
-                group.create_task(self._answer(await self.connections.get()))
-
-    async def _answer(self, connection):
-        while True:
-            message = await connection.received.get()
-            if message.WhichOneof("message") != "submit":
-                continue
-            submit = message.submit
-            self.requests.append(submit.request)
-            number = submit.stream
-            if self.silent:
-                continue
-            if self.refuses is not None:
-                connection.send(failed(number, self.refuses))
-                continue
-            begin = len(submit.request.resume.token_ids)
-            connection.send(accepted(number), delta(number, begin, [1], self.name))
-            if not self.hangs:
-                connection.send(failed(number, self.fails) if self.fails else finished(number))
-
-
-@asynccontextmanager
-async def serve(cell, address="127.0.0.1:0"):
-    """Serves the cell; yields its address."""
-    async with serving(cell, address) as (bound, health):
-        await set_serving(health, True)
-        answering = asyncio.create_task(cell.answer())
-        try:
-            yield bound
-        finally:
-            answering.cancel()
-            await asyncio.gather(answering, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -394,6 +323,22 @@ async def test_a_caller_is_routed_to_a_cell_that_admits_it(start_gateway):
             # Anthropic's clients send the key in this header.
             listed = await http.get("/v1/models", headers={"x-api-key": key})
             assert listed.status_code == status
+
+
+async def test_a_caller_of_an_unreachable_cell_is_not_refused_for_its_key(
+    start_gateway, monkeypatch
+):
+    monkeypatch.setattr(cell_module, "_MODEL_TTL_S", 0.0)
+    one, two = CellOf("one", "m"), CellOf("two", "n")
+    one.keyholder, two.keyholder = "Bearer first", "Bearer second"
+    async with gateway_to_each(start_gateway, [one, two]) as (http, stacks, _):
+        monkeypatch.setattr(cell_module, "_QUERY_TIMEOUT_S", 2.0)
+        first = {"authorization": "Bearer first"}
+        assert (await http.get("/v1/models", headers=first)).status_code == 200
+        await stacks[0].aclose()
+        # The first query finds that the cell is away, the next ones leave it out.
+        for _ in range(3):
+            assert (await http.get("/v1/models", headers=first)).status_code == 503
 
 
 async def test_the_dashboard_shows_one_cell(start_gateway):

@@ -162,6 +162,26 @@ async def test_a_route_that_the_model_does_not_support_is_400(coordinator, start
         assert error["message"] == "model 'tiny' does not support /v1/embeddings"
 
 
+async def test_vectors_as_bytes_come_with_their_description(coordinator, start_gateway):
+    metadata = b'{"data": [{"index": 0, "start": 0, "end": 4, "shape": [1]}]}'
+
+    async def answer(reader, writer):
+        writer.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\n"
+            b"metadata: " + metadata + b"\r\ncontent-length: 4\r\n\r\n\0\0\x80?"
+        )
+        await reader.read()
+
+    async with (
+        tcp_server(answer) as url,
+        start_gateway(coordinator, pooling=servers(url)) as gateway,
+    ):
+        found = await post(gateway, "/v1/embeddings", {**BODY, "encoding_format": "bytes"})
+        assert found.content == b"\0\0\x80?"
+        assert found.headers["content-type"] == "application/octet-stream"
+        assert found.headers["metadata"] == metadata.decode()
+
+
 async def test_when_the_client_leaves_the_server_is_told(coordinator, start_gateway):
     asked, left = asyncio.Event(), asyncio.Event()
 

@@ -23,6 +23,16 @@ def test_the_oldest_responses_go_when_the_bytes_are_used_up():
     assert not store.delete("me", "r99")
 
 
+def test_a_caller_does_not_push_out_the_responses_of_another():
+    store = ResponseStore(1000)
+    store.add("you", response("a"))
+    for number in range(100):
+        store.add("me", response(f"r{number}"))
+    assert store.find("you", "a") is not None
+    assert store.find("me", "r99") is not None
+    assert 1 < len(store) < 25
+
+
 def test_items_are_found_by_their_caller_as_long_as_their_response():
     store = ResponseStore(1000)
     store.add("me", response("a"))
