@@ -313,7 +313,7 @@ class GatewayProcess:
             pause_s = _FIRST_PAUSE_S
 
     async def _start(self) -> bool:
-        from baton.coordinator.launchers.end_with_parent import bound_to_parent
+        from baton.coordinator.launchers.end_with_parent import bound_to_parent, lead_group
         from baton.runtime.config import dump
 
         fd = self._listener.fileno()
@@ -324,6 +324,7 @@ class GatewayProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 pass_fds=(fd,),
+                preexec_fn=lead_group,
             )
         except OSError as error:
             _log.error("the gateway process cannot be started: %s", error)
