@@ -23,7 +23,7 @@ from baton.cli.output import print_text
 from baton.cli.timeline import print_timeline
 from baton.client import Accepted, BatonClient, Finished, Tokens
 from baton.client.errors import make
-from baton.runtime import demo_model
+from baton.runtime import demo_model, main_coroutine
 from baton.runtime.errors import BatonError, RemoteError
 
 START_TIMEOUT_S = 300.0
@@ -158,7 +158,7 @@ async def _stop(up: Process) -> str | None:
 def main() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
-        asyncio.run(demo(sys.argv[1:]))
+        main_coroutine.run(demo(sys.argv[1:]))
     except KeyboardInterrupt:
         sys.exit(130)
     except (RemoteError, DemoFailed) as error:
