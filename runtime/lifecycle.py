@@ -108,6 +108,15 @@ def stop_requested(before_exit: Callable[[], None] = lambda: None) -> asyncio.Ev
     return event
 
 
+def draining(num_requests: int, timeout_s: float) -> str:
+    """The log line of a process that waits for its running requests before it ends."""
+    requests = "1 request" if num_requests == 1 else f"{num_requests} requests"
+    return (
+        f"draining: waiting at most {timeout_s:g} s for {requests}; a second Ctrl-C or SIGTERM "
+        "ends the process at once"
+    )
+
+
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Interrupts a long synchronous call, such as an import, at SIGINT or SIGTERM.
