@@ -189,7 +189,7 @@ def output_parsers(cell: CellConfig) -> OutputParsersFactory | None:
     # vLLM's own log handler writes to standard output; its lines belong in Baton's log.
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     try:
-        with lifecycle.gc_disabled():
+        with lifecycle.gc_disabled(), quick_exit.skip_cleanup_if_interrupted():
             from baton.gateway import vllm_parsers
     except ImportError as error:
         key, name = next(iter(given.items()))
