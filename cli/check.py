@@ -10,10 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from baton.cli import options
+from baton.runtime import quick_exit
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
+@quick_exit.skip_cleanup_if_interrupted()
 def check(
     model: Annotated[
         str | None,
@@ -51,7 +53,7 @@ def check(
     """
     from baton.cli.exit_codes import USAGE
     from baton.cli.output import print_json
-    from baton.runtime import demo_model, quick_exit
+    from baton.runtime import demo_model
 
     if write is not None and (write.exists() or write.is_symlink()):
         raise typer.BadParameter(f"{write} exists already", param_hint="--write")

@@ -19,10 +19,11 @@ from typing import IO
 import psutil
 from google.rpc import code_pb2
 
+from baton.cli.output import print_text
 from baton.cli.timeline import print_timeline
 from baton.client import Accepted, BatonClient, Finished, Tokens
 from baton.client.errors import make
-from baton.runtime import demo_model
+from baton.runtime import demo_model, main_coroutine
 from baton.runtime.errors import BatonError, RemoteError
 
 START_TIMEOUT_S = 300.0
@@ -121,14 +122,14 @@ async def _ask(address: str) -> None:
         )
     print("\n")
     if model == demo_model.GLOSSARY:
-        print("This model is a toy: it knows only a glossary of serving latency.\n")
+        print_text("This model is a toy: it knows only a glossary of serving latency.\n")
     print_timeline(finished.budget)
     stages = {stage.stage: stage.worker_id for stage in finished.budget.stages}
     prefill, decode = stages.get("prefill"), stages.get("decode")
     if prefill is None or decode is None or prefill == decode:
         raise DemoFailed(f"prefill and decode were not on two workers: {stages}")
     num_tokens = finished.usage.completion_tokens
-    print(f"token 1 of {num_tokens} came from {prefill}, the other tokens from {decode}")
+    print_text(f"token 1 of {num_tokens} came from {prefill}, the other tokens from {decode}")
 
 
 async def _stop(up: Process) -> str | None:
@@ -157,7 +158,7 @@ async def _stop(up: Process) -> str | None:
 def main() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
-        asyncio.run(demo(sys.argv[1:]))
+        main_coroutine.run(demo(sys.argv[1:]))
     except KeyboardInterrupt:
         sys.exit(130)
     except (RemoteError, DemoFailed) as error:

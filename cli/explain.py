@@ -53,14 +53,14 @@ def explain(
     The command prints the duration of each stage and the longest gaps between tokens.
     """
     from baton.cli.admin_calls import call_admin
-    from baton.cli.output import print_json, print_table
+    from baton.cli.output import print_json, print_table, print_text
     from baton.cli.timeline import print_timeline
     from baton.client import events
 
     info = call_admin(address, lambda admin: admin.get_request(request, tenant=tenant))
     if as_json:
         return print_json(values(info))
-    print("\n".join(_head(info)))
+    print_text("\n".join(_head(info)))
     print()
     budget = events.budget(info.budget)
     print_timeline(budget)
@@ -68,7 +68,7 @@ def explain(
     print(f"the stages add up to {sum_ms:.1f} of {budget.total_ms:.1f} ms")
     print()
     if not info.HasField("itl_target"):
-        print("no target for the gap between tokens is set (scaling.targets, Slo.itl_ms)")
+        print_text("no target for the gap between tokens is set (scaling.targets, Slo.itl_ms)")
         return None
     target_ms = info.itl_target.ToNanoseconds() / 1e6
     if not info.stalls:
@@ -87,6 +87,7 @@ def explain(
             for stall in info.stalls
         ],
         "",
+        ("START",),
     )
 
 

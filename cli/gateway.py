@@ -189,7 +189,7 @@ def output_parsers(cell: CellConfig) -> OutputParsersFactory | None:
     # vLLM's own log handler writes to standard output; its lines belong in Baton's log.
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     try:
-        with lifecycle.gc_disabled():
+        with lifecycle.gc_disabled(), quick_exit.skip_cleanup_if_interrupted():
             from baton.gateway import vllm_parsers
     except ImportError as error:
         key, name = next(iter(given.items()))
@@ -313,7 +313,7 @@ class GatewayProcess:
             pause_s = _FIRST_PAUSE_S
 
     async def _start(self) -> bool:
-        from baton.coordinator.launchers.end_with_parent import bound_to_parent
+        from baton.coordinator.launchers.end_with_parent import bound_to_parent, lead_group
         from baton.runtime.config import dump
 
         fd = self._listener.fileno()
@@ -324,6 +324,7 @@ class GatewayProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 pass_fds=(fd,),
+                preexec_fn=lead_group,
             )
         except OSError as error:
             _log.error("the gateway process cannot be started: %s", error)

@@ -8,14 +8,17 @@ from typing import Any, TypeVar
 
 import typer
 
+from baton.runtime import main_coroutine
+
 T = TypeVar("T")
 
 
 def run(
-    main: Coroutine[Any, Any, T], runner: Callable[[Coroutine[Any, Any, T]], T] = asyncio.run
+    main: Coroutine[Any, Any, T],
+    new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
 ) -> T:
     """Runs a coroutine to its end; Ctrl-C cancels it and exits with code 130."""
     try:
-        return runner(main)
+        return main_coroutine.run(main, new_loop)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

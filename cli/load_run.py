@@ -188,7 +188,7 @@ def run_load(
             warm_up_s=warm_up_s,
             max_requests=max_requests,
         ),
-        uvloop.run,
+        uvloop.new_event_loop,
     )
     result = Result.of(kind, load, goal, outcome, is_open=is_open)
     _print(result, out, as_json)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
@@ -16,8 +17,9 @@ from baton.cli import columns as columns_module
 from baton.runtime.durations import to_seconds
 from baton.runtime.enum_names import enum_name
 
-# Smallest width of the last column, which may wrap, and the gap between columns, in characters.
-_MIN_WRAPPED_WIDTH, _GAP = 24, 3
+# Smallest width of the last column, which may wrap, the gap between columns, and both edges of a
+# table together, in characters.
+_MIN_WRAPPED_WIDTH, _GAP, _EDGES = 24, 3, 2
 
 
 def print_json(value: Any) -> None:
@@ -40,6 +42,8 @@ def print_table(
     empty: str,
     drop_first: Sequence[str] = (),
     left_out_hint: str = "--json prints all",
+    *,
+    wraps_last: bool = True,
 ) -> None:
     """Prints a rich table on a terminal, and plain aligned columns elsewhere.
 
@@ -52,6 +56,7 @@ def print_table(
         empty: Text that is printed when there are no rows.
         drop_first: Columns to leave out first on a narrow terminal, in this order.
         left_out_hint: Says where to find the columns that were left out.
+        wraps_last: Whether the last column may wrap; False for a column of names.
     """
     if not rows:
         print(empty)
@@ -66,16 +71,18 @@ def print_table(
         from rich.text import Text
 
         console = Console(highlight=False)
-        needed = [*widths[:-1], min(widths[-1], max(_MIN_WRAPPED_WIDTH, len(names[-1])))]
-        kept = columns_module.fitting(names, needed, drop_first, console.width - 2, _GAP)
+        needed = list(widths)
+        if wraps_last:
+            needed[-1] = min(widths[-1], max(_MIN_WRAPPED_WIDTH, len(names[-1])))
+        kept = columns_module.fitting(names, needed, drop_first, console.width - _EDGES, _GAP)
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
         for index in kept:
             justify: Literal["left", "right"] = "right" if right[index] else "left"
-            no_wrap = index < len(names) - 1
+            no_wrap = index < len(names) - 1 or not wraps_last
             table.add_column(names[index], justify=justify, no_wrap=no_wrap, overflow="fold")
         for row in rows:
             table.add_row(*(Text(row[index]) for index in kept))
-        wide = sum(needed[index] for index in kept) + _GAP * (len(kept) - 1) + 2
+        wide = table_width([needed[index] for index in kept])
         # If the table is still too wide, the terminal wraps the lines.
         Console(highlight=False, width=max(wide, console.width)).print(table)
         if left_out := [name for index, name in enumerate(names) if index not in kept]:
@@ -87,6 +94,29 @@ def print_table(
             for cell, width, is_right in zip(row, widths, right, strict=True)
         )
         print("  ".join(cells).rstrip())
+
+
+def terminal_width() -> int | None:
+    """Characters of a line of the terminal; None if standard output is no terminal."""
+    if not sys.stdout.isatty():
+        return None
+    from rich.console import Console
+
+    return max(Console().width, 1)
+
+
+def table_width(widths: Sequence[int]) -> int:
+    """Characters of a line of a table on a terminal, for columns of these widths."""
+    return sum(widths) + _GAP * (len(widths) - 1) + _EDGES
+
+
+def print_text(text: str) -> None:
+    """Prints sentences. On a terminal, lines break between words, so that names stay whole."""
+    width = terminal_width()
+    for line in text.split("\n"):
+        if width is not None and len(line) > width:
+            line = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+        print(line)
 
 
 def plain(message: Message) -> dict[str, Any]:

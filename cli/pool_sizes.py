@@ -162,6 +162,7 @@ def targets(
             for one in found
         ],
         "no targets",
+        ("WHY", "LONGEST GAP", "PERCENTILE"),
     )
 
 

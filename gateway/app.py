@@ -100,7 +100,7 @@ class Gateway:
         self.pooling = _pooling_servers(config, self.stats)
         self.refusals = Refusals()
         self._metrics_auth = MetricsAuth(security or SecurityConfig(), self.refusals)
-        slots = CallerSlots(config.max_running_requests, "requests", "gateway_full")
+        self._slots = slots = CallerSlots(config.max_running_requests, "requests", "gateway_full")
         self._registry = GatewayCollector(self.stats, slots).registry()
         self._registry.register(self.refusals)
         self._created = int(time.time())
@@ -190,6 +190,11 @@ class Gateway:
             ],
             exception_handlers={HTTPException: self._no_route},
         )
+
+    @property
+    def num_running(self) -> int:
+        """Number of generation requests that run."""
+        return len(self._slots)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application."""

@@ -29,7 +29,7 @@ from baton.gateway.coordinator_queries import QueryLimiter
 from baton.runtime import logs
 from baton.runtime.config import HttpConfig
 from baton.runtime.config_error import ConfigError
-from baton.runtime.lifecycle import frozen_heap, stop_requested
+from baton.runtime.lifecycle import draining, frozen_heap, stop_requested
 from baton.runtime.long_tasks import log_failure
 from baton.runtime.open_files import connection_limit, open_file_limit
 from baton.runtime.security_config import SecurityConfig
@@ -286,6 +286,8 @@ async def _end_in_time(
 ) -> None:
     """Ends the requests that still run drain_timeout_s after a stop."""
     await stop.wait()
+    if gateway.num_running:
+        _log.info(draining(gateway.num_running, drain_timeout_s))
     await asyncio.sleep(drain_timeout_s)
     _log.warning("drain timeout of %g s is over: ending the running requests", drain_timeout_s)
     why = f"the gateway stopped; its drain timeout of {drain_timeout_s:g} s was over"

@@ -56,22 +56,20 @@ def bind(
         protection: TLS and access control of the server.
 
     Raises:
-        ConfigError: The address is wrong, or every port of its range is in use.
+        ConfigError: The address is wrong, or no port of its range can be used.
     """
     listen = config.listen or "127.0.0.1:0"
     host, port = split_address(listen, "kv_transfer.listen")
     if port or not config.port_range:
         return rpc.bind(server, listen, "kv_transfer.listen", protection)
+    problem = ""
     for candidate in _ports(config.port_range):
         try:
             listen, key = f"{host}:{candidate}", "kv_transfer.port_range"
             return rpc.bind(server, listen, key, protection)
-        except ConfigError:
-            continue
-    raise ConfigError(
-        f"kv_transfer.port_range: every port of {config.port_range} is in use on {host}, or "
-        f"{host} is not an address of this host"
-    )
+        except ConfigError as error:
+            problem = str(error)
+    raise ConfigError(f"{problem}; no other port of {config.port_range} can be used either")
 
 
 def _ports(port_range: str) -> Iterable[int]:

@@ -425,7 +425,7 @@ async def _spawn(arguments: dict[str, object]) -> asyncio.subprocess.Process:
 
     The service stays in the worker's process group, so that killing the group leaves nothing
     behind. It ignores a terminal's SIGINT. It must not get its own session: see the coordinator's
-    launchers/launcher.py.
+    launchers/end_with_parent.py.
     """
     return await asyncio.create_subprocess_exec(
         sys.executable,

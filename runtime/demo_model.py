@@ -52,6 +52,9 @@ class Shape:
     vocab_size: int = 0
 
 
+# Ends the messages about a home directory that cannot be used.
+_OTHER_CHOICES = "set HOME to a directory that this user may write to, or name another model"
+
 # The toy model that ships with Baton.
 GLOSSARY = "glossary"
 _SHIPPED = Path(__file__).parents[1] / "models"
@@ -81,20 +84,37 @@ def ensure(model: str, *, weights: bool = True, root: Path | None = None) -> str
         A local directory, or `model` itself.
 
     Raises:
-        ConfigError: Weights are needed and torch is not installed, or this installation lacks the
-            toy model.
+        ConfigError: Weights are needed and torch is not installed, the files cannot be written, or
+            this installation lacks the toy model.
     """
     if model == GLOSSARY:
         return str(_shipped(GLOSSARY))
     if model not in SHAPES:
         return model
-    root = root or Path.home() / ".cache" / "baton"
+    root = root or _cache()
     directory = root / f"{model}-v{_VERSION}"
-    if not (directory / "config.json").exists():
-        _make_atomically(directory, lambda path: _write_tokenizer(path, SHAPES[model]))
-    if weights and not (directory / "model.safetensors").exists():
-        _make_weights(directory, SHAPES[model])
+    try:
+        if not (directory / "config.json").exists():
+            _make_atomically(directory, lambda path: _write_tokenizer(path, SHAPES[model]))
+        if weights and not (directory / "model.safetensors").exists():
+            _make_weights(directory, SHAPES[model])
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(
+            f"model: is {model!r}, but its files cannot be written to {directory}: {reason}; "
+            f"{_OTHER_CHOICES}"
+        ) from error
     return str(directory)
+
+
+def _cache() -> Path:
+    try:
+        return Path.home() / ".cache" / "baton"
+    except RuntimeError as error:
+        raise ConfigError(
+            "model: the files of demo models are kept in ~/.cache/baton, but this user has no home "
+            f"directory; {_OTHER_CHOICES}"
+        ) from error
 
 
 def _shipped(name: str) -> Path:

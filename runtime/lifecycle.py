@@ -16,7 +16,7 @@ from typing import Any
 
 import uvloop
 
-from baton.runtime import output_streams, quick_start
+from baton.runtime import main_coroutine, output_streams, quick_start
 
 
 class SignalReceived(BaseException):
@@ -40,15 +40,16 @@ def run(main: Coroutine[Any, Any, int]) -> int:
     It raises the limit of open files to the allowed maximum, because each connection is one file.
     At the end it flushes the output, so that the traceback of an exception comes last.
     """
-    quick_start.collect_as_usual()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    try:
-        return int(uvloop.run(main))
-    finally:
-        output_streams.flush()
+    with main_coroutine.closed_if_unstarted(main):
+        quick_start.collect_as_usual()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:
+            with contextlib.suppress(OSError, ValueError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        try:
+            return int(main_coroutine.run(main, uvloop.new_event_loop))
+        finally:
+            output_streams.flush()
 
 
 @contextlib.asynccontextmanager
@@ -105,6 +106,15 @@ def stop_requested(before_exit: Callable[[], None] = lambda: None) -> asyncio.Ev
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
     return event
+
+
+def draining(num_requests: int, timeout_s: float) -> str:
+    """The log line of a process that waits for its running requests before it ends."""
+    requests = "1 request" if num_requests == 1 else f"{num_requests} requests"
+    return (
+        f"draining: waiting at most {timeout_s:g} s for {requests}; a second Ctrl-C or SIGTERM "
+        "ends the process at once"
+    )
 
 
 @contextlib.contextmanager

@@ -7,9 +7,12 @@ import contextlib
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from typing import TextIO
 
 from baton.runtime import output_streams
+
+_INTERRUPTED = 130
 
 
 def skip_final_gc() -> None:
@@ -30,6 +33,20 @@ def skip_cleanup(exit_code: int) -> None:
     exit code of the last one counts.
     """
     atexit.register(_exit, exit_code)
+
+
+@contextlib.contextmanager
+def skip_cleanup_if_interrupted() -> Iterator[None]:
+    """Makes Ctrl-C inside end this process without Python's cleanup; usable as a decorator.
+
+    For code that imports vLLM: one of its libraries prints a page about its own objects during the
+    cleanup. The exit code is 130.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        skip_cleanup(_INTERRUPTED)
+        raise
 
 
 def _exit(code: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -180,9 +181,9 @@ def bind(
     """Binds a server's port and returns host:port with the actual port.
 
     Raises:
-        ConfigError: The address is invalid or in use; the message names `key`.
+        ConfigError: The address is invalid, in use or needs a permission; the message names `key`.
     """
-    host, _ = split_address(listen, key)
+    host, number = split_address(listen, key)
     try:
         if protection is None or protection.tls is None or protection.handshakes is None:
             port = server.add_insecure_port(listen)
@@ -194,8 +195,24 @@ def bind(
     except RuntimeError:
         port = 0
     if port == 0:
-        raise ConfigError(f"{key}: cannot listen on {listen}: address in use or not of this host")
+        raise ConfigError(f"{key}: cannot listen on {listen}: {_bind_problem(host, number)}")
     return f"{host}:{port}"
+
+
+def _bind_problem(host: str, port: int) -> str:
+    """Says why an address cannot be bound; gRPC keeps the reason to itself."""
+    try:
+        for family, kind, _, _, address in socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            with socket.socket(family, kind) as probe:
+                # As gRPC does: a port of which only closed connections remain is free.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+                probe.listen()
+    except OSError as error:
+        return error.strerror or str(error)
+    return "address in use or not of this host"
 
 
 def add_health_and_reflection(server: grpc.aio.Server, services: Sequence[str]) -> HealthServicer:

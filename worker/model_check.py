@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -220,7 +220,8 @@ def _configured(config: BatonConfig, directory: Path) -> tuple[CheckedModel, Che
         except Exception as error:
             is_missing = isinstance(error, OSError) and not path.is_dir()
             problem = "cannot be read from the hub" if is_missing else "vLLM refuses it"
-            raise Refused(f"model: {config.model}: {problem}: {_one_line(error)}") from error
+            reason = _one_line(error, arguments)
+            raise Refused(f"model: {config.model}: {problem}: {reason}") from error
 
     prefill = decode = make(config.prefill)
     if vllm_arguments(config, config.prefill) != vllm_arguments(config, config.decode):
@@ -235,11 +236,26 @@ def _configured(config: BatonConfig, directory: Path) -> tuple[CheckedModel, Che
     return prefill, decode
 
 
-def _one_line(error: Exception) -> str:
-    """Returns an error's text on one line, without the field paths and links of pydantic."""
-    if isinstance(error, ValidationError):
-        return "; ".join(" ".join(each["msg"].split()) for each in error.errors())
-    return " ".join(str(error).split()) or type(error).__name__
+def _one_line(error: Exception, arguments: Mapping[str, Any]) -> str:
+    """Returns an error's text on one line, without the links of pydantic.
+
+    Args:
+        error: Error of vLLM.
+        arguments: Engine arguments that vLLM was given; the text names those that are wrong.
+    """
+    if not isinstance(error, ValidationError):
+        return " ".join(str(error).split()) or type(error).__name__
+    problems: dict[str, list[str]] = {}
+    for each in error.errors():
+        # The later parts of a path may be names of types.
+        name = str(each["loc"][0]) if each["loc"] else ""
+        if name in arguments:
+            name = f"engine_args.{name} is {arguments[name]!r}"
+        problems.setdefault(name, []).append(" ".join(each["msg"].split()))
+    return "; ".join(
+        f"{name}: {'; or: '.join(found)}" if name else "; ".join(found)
+        for name, found in problems.items()
+    )
 
 
 async def _transports(

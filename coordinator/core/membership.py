@@ -121,7 +121,7 @@ class Membership:
                 # The worker has served no coordinator before.
                 self._lifecycle.stats.attached_first(worker, now)
             if not event.returns:
-                self._scaler.launches.attached(worker.id, now)
+                self._scaler.launches.attached(worker.key, now)
         else:
             # A draining worker never serves again; it may not have read the drain command yet.
             drains = worker.state == cluster_pb2.WORKER_STATE_DRAINING
@@ -138,7 +138,7 @@ class Membership:
             self._removal.left_pool(*was_in, now)
         adopted = self._adoption.attached(worker, hello.running, now, returns=event.returns)
         self._emit(ev.WelcomeWorker(worker.key, worker.role, tuple(adopted)))
-        if self._scaler.launches.is_ending(worker.id):
+        if self._scaler.launches.is_ending(worker.key):
             # Its start was cancelled, but it attached before it was ended.
             self.drain(worker, self._config.scaling.drain_s, "it was to end before", now)
         elif forgetful is not None:
@@ -279,8 +279,8 @@ class Membership:
     def exited(self, event: ev.WorkerExited, now: float) -> None:
         """Handles the end of a launched process."""
         worker = self._workers.by_id(event.worker_id)
-        if self._scaler.launches.is_starting(event.worker_id):
-            # Another process is attached under its id.
+        if worker is not None and self._scaler.launches.is_other_process(worker.key):
+            # Another process is attached under its ID, and stays.
             worker = None
         leaves = worker is not None and worker.state == cluster_pb2.WORKER_STATE_DRAINING
         if worker is not None and not leaves:

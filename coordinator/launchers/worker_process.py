@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from baton.coordinator.launchers.end_with_parent import bound_to_parent
+from baton.coordinator.launchers.end_with_parent import bound_to_parent, lead_group
 from baton.runtime import output_streams, worker_directory
 from baton.runtime.long_tasks import log_failure
 from baton.runtime.worker_directory import WorkerDirectory
@@ -179,6 +179,7 @@ class WorkerProcess:
                 stdout=output.write_end,
                 stderr=errors.write_end,
                 env={**os.environ, **environment},
+                preexec_fn=lead_group,
             )
             unstarted.pop_all()
         return cls(worker_id, process, output, errors, directory, config.encode(), on_exit)

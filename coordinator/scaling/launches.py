@@ -15,6 +15,7 @@ from baton.coordinator.scaling.autoscale.types import Phase, WorkerView
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.requests import WorkerKey
 from baton.coordinator.state.revision import Revision
 from baton.coordinator.state.workers import WorkerRegistry
 from baton.coordinator.telemetry.stats import CoreStats
@@ -39,6 +40,8 @@ class _Launch:
         first_pool: Pool that the process was started for. It decides the engine arguments and the
             number of GPUs, also after the worker has moved to the other pool.
         attached_at: time when the worker first attached; None: it has not attached yet.
+        incarnation: incarnation that attached then; None: it has not attached yet. Another process
+            with the worker's ID has another incarnation.
         ends: whether the process was told to end or its worker has left. The process holds its
             GPUs until the launcher reports that it is gone.
         waits: reason why the process cannot be started yet; empty if nothing prevents it.
@@ -50,6 +53,7 @@ class _Launch:
     revision: Revision
     first_pool: Pool
     attached_at: float | None = None
+    incarnation: int | None = None
     ends: bool = False
     waits: str = ""
 
@@ -138,10 +142,17 @@ class Launches:
         launch = self._all.get(worker_id)
         return launch is not None and launch.starting
 
-    def is_ending(self, worker_id: str) -> bool:
-        """Whether a process was started here and was told to end, or its worker has left."""
+    def is_ending(self, key: WorkerKey) -> bool:
+        """Whether the process of this worker was started here and was told to end."""
+        worker_id, incarnation = key
         launch = self._all.get(worker_id)
-        return launch is not None and launch.ends
+        return launch is not None and launch.ends and launch.incarnation == incarnation
+
+    def is_other_process(self, key: WorkerKey) -> bool:
+        """Whether a process was started here under this worker's ID, but not for this worker."""
+        worker_id, incarnation = key
+        launch = self._all.get(worker_id)
+        return launch is not None and launch.incarnation != incarnation
 
     def views(self) -> Iterator[WorkerView]:
         """Processes that are not attached as workers but count: they start or still hold GPUs.
@@ -228,12 +239,13 @@ class Launches:
 
     # ---- Events.
 
-    def attached(self, worker_id: str, now: float) -> None:
+    def attached(self, key: WorkerKey, now: float) -> None:
         """Records the first attach of a worker that has served no other coordinator."""
+        worker_id, incarnation = key
         launch = self._all.get(worker_id)
         if launch is not None and launch.attached_at is None:
             self._num_starting[launch.pool, launch.revision.name] -= launch.starting
-            launch.attached_at = now
+            launch.attached_at, launch.incarnation = now, incarnation
             self._stats.cold_started(now - launch.since)
 
     def waits(self, worker_id: str, reason: str) -> None:

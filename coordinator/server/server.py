@@ -32,7 +32,7 @@ from baton.runtime.addresses import is_wildcard, joined, outward_address
 from baton.runtime.config import BatonConfig
 from baton.runtime.dial import within_cluster
 from baton.runtime.errors import RESTARTING, BatonError, Unavailable
-from baton.runtime.lifecycle import frozen_heap, stop_requested
+from baton.runtime.lifecycle import draining, frozen_heap, stop_requested
 from baton.runtime.long_tasks import keep_running
 from baton.runtime.metrics import MetricsServer
 from baton.runtime.refusals import Refusals
@@ -187,6 +187,8 @@ class Coordinator:
         """
         await self._health.set(_INFERENCE, _NOT_SERVING)
         self.shell.post(ev.AdmissionClosed(restarts=not self._launched))
+        if num_requests := self.shell.core.num_requests:
+            _log.info(draining(num_requests, timeout_s))
         try:
             async with asyncio.timeout(timeout_s):
                 await self.shell.idle()

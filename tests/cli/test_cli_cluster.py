@@ -566,6 +566,8 @@ def test_a_second_ctrl_c_ends_all_processes_at_once(tmp_path):
             up.popen.send_signal(signal.SIGINT)
             # The cell drains: the gateway has no request and ends, the workers still have one.
             gateway.wait(STOP_TIMEOUT_S)
+            told = "draining: waiting at most 30 s for 1 request; a second Ctrl-C"
+            eventually(lambda: told in up.err())
             assert up.stop() == (-signal.SIGINT, [])
         finally:
             asking.close()

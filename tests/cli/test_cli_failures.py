@@ -214,6 +214,29 @@ def test_a_full_disk_is_one_line():
     assert done.stderr == "baton: cannot write: No space left on device\n"
 
 
+INTERRUPTED_CHECK = """
+import atexit, sys
+from baton.cli.main import main
+from baton.worker import model_check
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+atexit.register(print, "cleanup")
+model_check.check = interrupt
+sys.argv = ["baton", "check", "glossary"]
+main()
+"""
+
+
+def test_an_interrupted_check_skips_its_cleanup():
+    """A library of vLLM prints a page about its objects during the cleanup."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_CHECK], capture_output=True, text=True, timeout=HANG_S
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_closed_standard_input():
     closed = [
         sys.executable,

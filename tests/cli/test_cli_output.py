@@ -7,13 +7,24 @@ import re
 import pytest
 from google.protobuf import duration_pb2
 
-from baton.cli import exit_codes, generate, output, timeline
+from baton.cli import exit_codes, generate, output, pool_sizes, timeline
 from baton.client import LatencyBudget, StageTime, Tokens
 from baton.client.errors import make
 from baton.runtime.config_error import ConfigError
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2
 
 SPARE = ("ENGINE", "ROLE")
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Makes standard output a terminal of a given width."""
+
+    def set_width(width):
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+        monkeypatch.setenv("COLUMNS", str(width))
+
+    return set_width
 
 
 def test_messages_as_json():
@@ -65,15 +76,14 @@ def test_tables_are_plain_off_a_terminal(capsys):
 
 
 @pytest.mark.parametrize("width", [30, 45, 60, 80, 200])
-def test_a_narrow_terminal_cuts_no_name(monkeypatch, capsys, width):
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", str(width))
+def test_a_narrow_terminal_cuts_no_name(terminal, capsys, width):
+    terminal(width)
     columns = ("WORKER", "ROLE", ">KV USED", "ENGINE", "WHY")
     why = "a long reason that may be wrapped wherever there is no room for the whole of it"
     output.print_table(
         columns, [("decode-long-0", "decode", "97 %", "vllm 0.32.0", why)], "", SPARE
     )
-    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    shown = _uncoloured(capsys.readouterr().out)
     assert "decode-long-0" in shown
     assert "97 %" in shown
     assert "…" not in shown
@@ -103,7 +113,66 @@ def test_the_timeline_adds_up(capsys):
     assert lines[3].split()[1:5] == ["50.0", "ms", "0.0", "ms"]
     assert lines[5].startswith("first token 50.0 ms, total 100.0 ms")
     for start_ms, duration_ms in ((0, 100), (99, 1), (100, 0), (50, 80), (0, 0)):
-        assert len(timeline.bar(start_ms, duration_ms, 100)) == 32
+        assert len(timeline.bar(start_ms, duration_ms, 100, 32)) == 32
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("worker", ["d0", "decode-0", "a-worker-with-a-longer-name"])
+def test_a_timeline_fits_the_terminal(terminal, capsys, width, worker):
+    terminal(width)
+    stages = (
+        StageTime("queue", 0, 2340.5, ""),
+        StageTime("prefill_queue", 2340.5, 46.4, worker),
+        StageTime("prefill", 2386.9, 1000, worker),
+        StageTime("decode", 3386.9, 20_000, worker),
+    )
+    budget = LatencyBudget(
+        stages, ttft_ms=3386.9, total_ms=23_386.9, itl_p50_ms=512.5, itl_max_ms=10_222.5
+    )
+    timeline.print_timeline(budget)
+    lines = _uncoloured(capsys.readouterr().out).splitlines()
+    assert max(map(len, lines)) <= width
+    rows = [line for line in lines if "ms" in line and line.split()[0] in ("prefill", "decode")]
+    assert [row.split()[-1] for row in rows] == [worker] * 3
+    has_bars = width == 120 or (width == 80 and len(worker) < 12)
+    assert any("█" in row for row in rows) is has_bars
+    assert " ".join(lines).count("between tokens p50 512.5 ms, max 10222.5 ms") == 1
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_the_targets_fit_the_terminal(terminal, monkeypatch, capsys, width):
+    why = "2 workers; long gaps are for at most 3"
+    found = [
+        admin_pb2.LaneTargets(
+            lane=common_pb2.LANE_INTERACTIVE,
+            ttft_ms=500,
+            itl_ms=50,
+            percentile=95,
+            longest_gap_ms=60,
+            longest_gap_reason=why,
+        )
+    ]
+    monkeypatch.setattr("baton.cli.pool_sizes.call_admin", lambda *_: found)
+    terminal(width)
+    pool_sizes.targets()
+    lines = _uncoloured(capsys.readouterr().out).splitlines()
+    assert max(map(len, lines)) <= width
+    row = next(line for line in lines if "interactive" in line)
+    assert row.split() == ["interactive", "500", "ms", "50", "ms", "95", "60", "ms"]
+
+
+@pytest.mark.parametrize("width", [1, 12, 60])
+def test_sentences_break_between_words(terminal, capsys, width):
+    terminal(width)
+    text = "token 1 came from prefill-0,\nthe other tokens came from another-decode-worker"
+    output.print_text(text)
+    printed = capsys.readouterr().out
+    assert printed.split() == text.split()
+    assert max(map(len, printed.splitlines())) <= max(width, len("another-decode-worker"))
+
+
+def _uncoloured(text):
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
 def test_a_handoff_that_took_no_time_follows_the_prefill(capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 
 from baton.cli import gateway
 from baton.runtime.config import parse
@@ -38,3 +39,22 @@ async def test_a_failed_gateway_start_is_retried(monkeypatch, caplog):
         "the gateway process ended with code 0; starting it again",
         "the gateway process cannot be started: [Errno 11] no more processes",
     ]
+
+
+async def test_ctrl_c_never_reaches_a_gateway_that_starts(monkeypatch):
+    start, groups = asyncio.create_subprocess_exec, []
+
+    async def noted(*_arguments, **options):
+        process = await start("sh", "-c", "echo ready now; exec sleep 60", **options)
+        groups.append(os.getpgid(process.pid) == process.pid)
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
+    listener, url = gateway.bind("127.0.0.1:0")
+    config = parse({"http": {"listen": url.removeprefix("http://")}}, "test")
+    process = gateway.GatewayProcess(config, "127.0.0.1:9", listener)
+    try:
+        await process.start()
+    finally:
+        await process.stop()
+    assert groups == [True]

@@ -240,6 +240,27 @@ def test_a_start_that_fails_does_not_take_its_namesake_with_it(new_world, say_he
     assert made.ids(DECODE) == {"decode-0"}
 
 
+def test_a_process_that_was_replaced_does_not_take_its_successor_with_it(launched):
+    """An operator starts a worker by hand, with the ID of one that the coordinator started."""
+    made = launched()
+    made.world.attach("decode-0", common_pb2.ROLE_DECODE, incarnation=2)
+    made.world.handle(ev.WorkerExited("decode-0", "exited with code 1: fenced"))
+    made.world.handle(ev.WorkerExited("decode-0", "was ended", gone=True))
+    assert made.core.workers.by_id("decode-0").key == ("decode-0", 2)
+    assert made.ids(DECODE) == {"decode-0"}
+    assert not made.core.scaler.launches.has("decode-0")
+
+
+def test_a_worker_is_not_drained_because_its_namesake_ends(launched):
+    made = launched()
+    made.world.handle(ev.WorkerExited("decode-0", "exited with code 1"))
+    assert made.ended == ["decode-0"]
+    made.world.attach("decode-0", common_pb2.ROLE_DECODE, incarnation=2)
+    assert made.ids(DECODE) == {"decode-0"}
+    made.world.handle(ev.WorkerExited("decode-0", "was ended", gone=True))
+    assert made.ids(DECODE) == {"decode-0"}
+
+
 def test_cold_starts_are_counted_and_timed(new_world):
     made = Launched(new_world)
     made.wait(4)

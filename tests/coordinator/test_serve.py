@@ -245,7 +245,8 @@ async def test_an_end_that_is_cut_short_leaves_the_port_free(config):
         assert another.address == interruptible.address
 
 
-async def test_streams_are_told_that_another_coordinator_follows(config):
+async def test_streams_are_told_that_another_coordinator_follows(config, caplog):
+    caplog.set_level("INFO", logger="baton.coordinator.server.server")
     stop, ready = asyncio.Event(), asyncio.Queue()
     running = asyncio.create_task(
         serve(config({"drain_timeout_s": 0.2}), launch=False, ready=ready.put_nowait, stop=stop)
@@ -262,6 +263,8 @@ async def test_streams_are_told_that_another_coordinator_follows(config):
         assert caught.value.details().endswith("restarting: resume with the tokens received")
         assert errors.from_rpc_error(caught.value).reason == errors.RESTARTING
     assert await running == 0
+    waits = "draining: waiting at most 0.2 s for 1 request;"
+    assert sum(line.startswith(waits) for line in caplog.messages) == 1
 
 
 async def test_workers_end_with_a_killed_coordinator(config, model_dir, tmp_path):

@@ -9,6 +9,7 @@ import signal
 import tempfile
 
 import pytest
+import uvloop
 
 from baton.coordinator.launchers import worker_process
 from baton.coordinator.launchers.worker_process import WorkerExit, WorkerProcess
@@ -80,6 +81,25 @@ async def test_a_worker_is_killed_if_its_stop_is_cancelled(monkeypatch, tmp_path
     assert stopping.cancelled()
     assert worker._process.returncode == -signal.SIGKILL
     assert os.listdir(tmp_path) == ["ready"]
+
+
+@pytest.mark.parametrize("runner", [asyncio.run, uvloop.run])
+def test_ctrl_c_never_reaches_a_worker_that_starts(monkeypatch, tmp_path, runner):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def group_after_start():
+        worker = await WorkerProcess.start(
+            *("w1", "prefill", "127.0.0.1:9", "", print),
+            command=["/bin/sh", "-c", "exec sleep 600"],
+            environment={},
+        )
+        try:
+            return os.getpgid(worker._process.pid) == worker._process.pid
+        finally:
+            await worker.stop(0.0)
+
+    # The interpreter of the new process has hardly begun to start.
+    assert runner(group_after_start())
 
 
 async def test_an_exit_is_reported_though_a_process_outside_the_group_holds_the_output(

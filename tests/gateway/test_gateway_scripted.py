@@ -582,8 +582,9 @@ async def test_tokens_for_a_lost_connection_with_two_requests_harm_no_other(infe
 
 @pytest.mark.parametrize("ends", [True, False])
 async def test_a_stop_drains_requests_until_the_timeout(
-    inference, coordinator, start_gateway, ends
+    inference, coordinator, start_gateway, caplog, ends
 ):
+    caplog.set_level("INFO", logger="baton.gateway.server")
     drain_timeout_s = WAIT_S if ends else 0.2
     async with start_gateway(coordinator, drain_timeout_s=drain_timeout_s) as gateway:
         begun = asyncio.Event()
@@ -627,6 +628,8 @@ async def test_a_stop_drains_requests_until_the_timeout(
             assert error["type"] == "service_unavailable_error"
             assert error["message"] == "the gateway stopped; its drain timeout of 0.2 s was over"
         assert await gateway.serving == 0
+    waits = f"draining: waiting at most {drain_timeout_s:g} s for 1 request;"
+    assert sum(line.startswith(waits) for line in caplog.messages) == 1
 
 
 async def test_without_vllm_messages_are_refused_with_the_way_to_add_them(scripted, monkeypatch):

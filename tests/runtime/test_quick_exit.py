@@ -1,6 +1,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import atexit, sys
 from baton.runtime import quick_exit
@@ -32,3 +34,32 @@ def test_skip_cleanup_works_in_a_process_without_standard_output():
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
     assert (run.returncode, run.stderr) == (7, "")
+
+
+INTERRUPTED = """
+from baton.runtime import quick_exit
+
+class Freed:
+    def __del__(self):
+        print("freed")
+
+freed = Freed()
+with quick_exit.skip_cleanup_if_interrupted():
+    print("said")
+    raise {error}
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "printed", "code"),
+    [("KeyboardInterrupt", ["said"], 130), ("SystemExit(3)", ["said", "freed"], 3)],
+)
+def test_only_an_interrupted_process_skips_its_cleanup(error, printed, code):
+    run = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED.format(error=error)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (run.returncode, run.stdout.splitlines()) == (code, printed)

@@ -2,13 +2,18 @@
 
 import asyncio
 import contextlib
+import errno
+import os
+import socket
 import threading
 import time
 
 import grpc
+import pytest
 
 from baton.runtime import rpc
 from baton.runtime.access import Access
+from baton.runtime.config_error import ConfigError
 from baton.runtime.refusals import Refusals
 from baton.runtime.security_config import SecurityConfig
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
@@ -57,6 +62,29 @@ def busy_server(protection=None):
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+async def test_a_port_that_cannot_be_bound_has_the_reason(monkeypatch):
+    server = rpc.server()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=rf"^k: cannot listen on {address}: Address already"):
+            rpc.bind(server, address, "k")
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0: Cannot assign requested address$"):
+        rpc.bind(server, "192.0.2.1:0", "k")
+    with pytest.raises(ConfigError, match=r"nowhere\.invalid:0: (?!address in use)"):
+        rpc.bind(server, "nowhere.invalid:0", "k")
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    # Root may bind every port.
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    monkeypatch.setattr(server, "add_insecure_port", lambda _: 0)
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:81: Permission denied$"):
+        rpc.bind(server, "127.0.0.1:81", "k")
 
 
 def test_calls_wait_for_a_busy_server():

@@ -71,6 +71,7 @@ class Told:
             "window off": [str(directory / "mistral"), "--engine-arg", windows],
             "argument": [self.demo, "--engine-arg", "max_modle_len=10"],
             "vllm": [self.demo, "--engine-arg", "max_model_len=-5"],
+            "type": [self.demo, "--engine-arg", "max_model_len=abc", "--engine-arg", "dtype=half1"],
             "nowhere": ["/nowhere/model"],
             "empty": [str(directory / "empty")],
             "hub": ["nobody/nothing"],
@@ -205,7 +206,9 @@ def test_windows_are_listed_beside_layers_that_keep_every_token(told: Told) -> N
     ("name", "expected"),
     [
         ("argument", "engine_args.max_modle_len: is no vLLM engine argument; did you mean"),
-        ("vllm", "vLLM refuses it: "),
+        ("vllm", "vLLM refuses it: engine_args.max_model_len is -5: Input should be "),
+        ("type", "vLLM refuses it: engine_args.dtype is 'half1': Input should be 'auto', "),
+        ("type", "; engine_args.max_model_len is 'abc': Input should be a valid integer"),
         ("nowhere", "model: is '/nowhere/model'; there is no such directory"),
         ("empty", "this directory has none of config.json, params.json"),
         ("hub", "model: nobody/nothing: cannot be read from the hub: "),

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import TypeVar
 
-from baton.coordinator.launchers.end_with_parent import bound_to_parent
+from baton.coordinator.launchers.end_with_parent import bound_to_parent, lead_group
 from baton.coordinator.launchers.launcher import LaunchError, OnWaits
 from baton.coordinator.launchers.ray_launch import wire
 from baton.coordinator.launchers.worker_process import KILL_TIMEOUT_S, WorkerExit
@@ -79,6 +79,7 @@ class DriverProcess:
                 stdout=asyncio.subprocess.PIPE,
                 env=_environment(own=not opening.address),
                 limit=wire.MAX_LINE_BYTES,
+                preexec_fn=lead_group,
             )
         except BaseException:
             shutil.rmtree(opening.directory, ignore_errors=True)
