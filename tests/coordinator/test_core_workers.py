@@ -11,6 +11,7 @@ from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import RequestState
 from baton.coordinator.state.scaling_config import PoolLimits
 from baton.runtime import errors
+from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.config import BatonConfig
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
@@ -254,6 +255,20 @@ def test_block_hashes_of_a_prompt_differ_between_adapters(world):
         submission = world.core.request(f"r{to.stream}").submission
         found |= set(world.core.placers.of(world.core.fleets.stable).prompts.hashes(submission))
     assert len(found) == 3 * 4
+
+
+def test_a_request_from_before_the_first_worker_goes_where_its_prefix_is(new_world):
+    """No worker had reported its block size yet, so the prompt could not be hashed."""
+    world = new_world()
+    world.submit(num_prompt=640)
+    for name in ("p", "p2"):
+        world.attach(name, PREFILL)
+    stored = block_hashes(range(640), 16, root_of("", ""))
+    world.handle(ev.WorkerCache(("p2", 1), cluster_pb2.CacheEvents(stored=stored)))
+    world.attach("d", DECODE)
+    request = world.core.request("r1")
+    assert request.prefill == ("p2", 1)
+    assert request.placement_prediction.hits.num_device > 600
 
 
 def test_unknown_error_codes_and_refusal_reasons_are_handled(world, out):
