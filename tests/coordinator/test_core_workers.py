@@ -245,7 +245,26 @@ def test_a_worker_with_another_adapter_revision_is_refused(world):
     model.adapters.add(name="poet", revision="r7")
     (refusal,) = world.attach("x", DECODE, model=model)
     assert isinstance(refusal.error, errors.FailedPrecondition)
-    assert "model.adapters are poet (r7), here none" in str(refusal.error)
+    assert "model.adapters differ: poet (r7, here missing)" in str(refusal.error)
+
+
+def test_only_the_first_differing_adapters_are_named(new_world):
+    world = new_world()
+    descriptions = []
+    for salt in ("a", "b"):
+        model = common_pb2.ModelDescription(
+            name="demo", revision="r1", max_model_len=1024, vocab_size=512
+        )
+        model.adapters.add(name="poet", revision="r7")
+        for number in range(250):
+            model.adapters.add(name=f"customer-{number}", revision=f"{salt}{number}")
+        descriptions.append(model)
+    world.attach("p", PREFILL, model=descriptions[0])
+    (refusal,) = world.attach("p2", PREFILL, model=descriptions[1])
+    told = str(refusal.error)
+    assert "model.adapters differ: customer-0 (b0, here a0), customer-1 (b1, here a1)" in told
+    assert " and 247 more; " in told
+    assert "poet" not in told
 
 
 def test_block_hashes_of_a_prompt_differ_between_adapters(world):
