@@ -67,6 +67,41 @@ def test_a_rollout_outlives_its_coordinator(two_fleets, new_world, say_hello):
         assert third.core.fleets.stable.name == stable
 
 
+@pytest.mark.parametrize("missed", [None, "first", "last"])
+def test_a_rollback_by_configuration_outlives_the_record_of_the_promotion(
+    two_fleets, new_world, say_hello, missed
+):
+    """A worker that missed the coordinator in between may return first or last."""
+
+    def back(world, name, role, revision, record):
+        hello = say_hello(name, role, revision=revision, generation=77)
+        hello.rollout.CopyFrom(record)
+        world.handle(ev.WorkerAttached(hello, returns=True))
+
+    cell = two_fleets(1.0)
+    cell.world.handle(ev.PromotionRequested(2.0))
+    promoted = latest_record(cell.world, "cd")
+    # The operator puts the promoted revision into the configuration, and restarts.
+    second = new_world(revision="r2")
+    for name, role in (("cp", PREFILL), ("cd", DECODE)):
+        back(second, name, role, "r2", promoted)
+    for name, role in (("p", PREFILL), ("d", DECODE)):
+        second.attach(name, role)
+    # Revision r2 turns out to be bad, so the operator goes back to the former configuration.
+    third = new_world()
+    workers = [("p", PREFILL, "1"), ("d", DECODE, "1"), ("cp", PREFILL, "r2"), ("cd", DECODE, "r2")]
+    records = {name: latest_record(second, name) for name, _, _ in workers}
+    if missed is not None:
+        workers.insert(0 if missed == "first" else 4, ("c", DECODE, "r2"))
+        records["c"] = promoted
+    for name, role, revision in workers:
+        back(third, name, role, revision, records[name])
+    assert third.core.fleets.stable.name == "1"
+    assert third.core.request(f"r{third.submit().stream}").prefill == ("p", 1)
+    # A fourth coordinator learns the same from any worker.
+    assert {latest_record(third, name).stable for name in records} == {"1"}
+
+
 @pytest.mark.parametrize("has_heard", [True, False])
 def test_a_leaving_fleet_leaves_although_its_coordinator_died(
     two_fleets, new_world, say_hello, has_heard
