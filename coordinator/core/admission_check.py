@@ -70,7 +70,7 @@ class AdmissionCheck:
         num_tokens = len(submission.prompt_token_ids)
         num_tokens += max_output_tokens(submission, self._workers.max_model_len)
         refused = self._limit_error(submission, older, num_tokens, now, may_still_run=may_still_run)
-        fleet = self._traffic.fleet_of(submission)
+        fleet = self._traffic.fleet_of(submission, self._began_in(submission, older))
         hashes = self._placers.of(fleet).prompts.hashes(submission)
         forecast, growth_s = None, self._stats.ttft_growth_s(submission)
         if refused is None:
@@ -136,14 +136,18 @@ class AdmissionCheck:
         A request that its client cancelled does not count, and neither does a submission with
         another prompt or other parameters: both would get around the rate limit.
         """
-        num_known = len(submission.known_token_ids)
         if (before := self._requests.ended(submission.key)) is None:
             return may_still_run
-        return (
-            before.lost_digest is not None
-            and 0 < num_known <= before.num_output_tokens
-            and before.lost_digest == submission.digest
-        )
+        return before.is_resumed_by(submission)
+
+    def _began_in(self, submission: Submission, older: Request | None) -> str:
+        """Returns the name of the fleet that began a resumed output; empty: not known."""
+        if older is not None:
+            num_known, num_output = len(submission.known_token_ids), len(older.token_ids)
+            is_same = num_known <= num_output and older.submission.digest == submission.digest
+            return older.fleet.name if is_same else ""
+        before = self._requests.ended(submission.key)
+        return before.revision if before is not None and before.is_resumed_by(submission) else ""
 
 
 def _is_late(forecast: TtftForecast | None) -> bool:

@@ -578,6 +578,7 @@ class EndedRequest:
         stalls: Longest gaps between tokens that exceeded the target.
         placement_prediction, prompt_sources: As in Request.
         route: As in Submission.
+        revision: Name of its fleet.
     """
 
     request_id: str
@@ -604,3 +605,16 @@ class EndedRequest:
     placement_prediction: PlacementPrediction | None = None
     prompt_sources: PromptSources | None = None
     route: str = ""
+    revision: str = ""
+
+    def is_resumed_by(self, submission: Submission) -> bool:
+        """Returns whether a submission of the same key resumes this request.
+
+        A request that its client cancelled does not count, and neither does a submission with
+        another prompt, other parameters or more tokens than this request had.
+        """
+        return (
+            self.lost_digest is not None
+            and 0 < len(submission.known_token_ids) <= self.num_output_tokens
+            and self.lost_digest == submission.digest
+        )

@@ -29,6 +29,24 @@ def test_known_tokens_are_continued_by_the_fleet_that_generated_them(two_fleets)
     assert cell.world.last(gone).error.reason == "REVISION_GONE"
 
 
+@pytest.mark.parametrize("was_lost", [False, True])
+@pytest.mark.parametrize(("num_prompt", "fleet"), [(20, "1"), (21, "r2")])
+def test_an_output_without_its_revision_is_continued_by_the_fleet_that_began_it(
+    two_fleets, was_lost, num_prompt, fleet
+):
+    """A rollout began meanwhile. Tokens of another prompt are not known to belong to a fleet."""
+    cell = two_fleets(None)
+    to = cell.begin(request_id="r1", session_id="s")
+    if was_lost:
+        cell.world.handle(ev.SessionLost(to.session))
+    cell.start(1.0)
+    again = cell.world.submit(
+        2, num_prompt, request_id="r1", session_id="s", known_token_ids=[7, 1], known_text_chars=1
+    )
+    request = cell.core.request("r1")
+    assert (request.submission.to, request.fleet.name) == (again, fleet)
+
+
 def test_a_rollout_outlives_its_coordinator(two_fleets, new_world, say_hello):
     """Each worker keeps the latest record; the next coordinator restores the newest."""
     cell = two_fleets(0.4)
