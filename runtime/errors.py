@@ -33,14 +33,26 @@ RESTARTING = "RESTARTING"
 CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
 """Reason of ContextLengthExceeded."""
 
-# Longest quoted value in an error: the message must fit into the call's trailing metadata.
+# Longest quoted value in an error, in characters.
 _MAX_SHOWN_CHARS = 80
+# Largest trailing metadata of a failed call, in bytes. A client that gets more than 8 KiB (gRPC's
+# default) reports RESOURCE_EXHAUSTED instead of the error. The rest is for gRPC's own fields.
+_MAX_METADATA_BYTES = 6 * 2**10
+# Bytes per byte of a binary field, which is sent in base64.
+_BINARY_COST = 4 / 3
+# Part of these bytes for google.rpc details; larger details are left out.
+_MAX_DETAILS_BYTES = 2 * 2**10
+# Longest description of a wrong field in characters; it repeats the error's message.
+_MAX_DESCRIPTION_CHARS = 400
 
 
 def shown(value: object) -> str:
     """Caller's value as quoted in errors: its repr, shortened when long."""
-    text = repr(value)
-    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS - 3]}..."
+    return _shortened(repr(value), _MAX_SHOWN_CHARS)
+
+
+def _shortened(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
 
 
 class BatonError(Exception):
@@ -74,7 +86,7 @@ class InvalidArgument(BatonError):
 
     def details(self) -> list[any_pb2.Any]:
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=self.field, description=str(self)
+            field=self.field, description=_shortened(str(self), _MAX_DESCRIPTION_CHARS)
         )
         return [_packed(error_details_pb2.BadRequest(field_violations=[violation]))]
 
@@ -251,10 +263,43 @@ def status_code(error: BatonError) -> grpc.StatusCode:
 
 
 async def abort(context: grpc.aio.ServicerContext, error: BatonError) -> None:  # type: ignore[type-arg]
-    """Ends a call with an error and its details; raises, as gRPC's abort does."""
-    status = status_pb2.Status(code=error.code, message=str(error), details=error.details())
+    """Ends a call with an error and its details; raises, as gRPC's abort does.
+
+    A message that is too long for the call's trailing metadata is cut.
+    """
+    status = _fitting_status(error)
     metadata = (("grpc-status-details-bin", status.SerializeToString()),)
-    await context.abort(status_code(error), str(error), metadata)
+    await context.abort(status_code(error), status.message, metadata)
+
+
+def _fitting_status(error: BatonError) -> status_pb2.Status:
+    """Returns an error as a Status that fits into a call's trailing metadata."""
+    details, num_bytes = list[any_pb2.Any](), 0.0
+    for detail in error.details():
+        cost = _BINARY_COST * detail.ByteSize()
+        if num_bytes + cost <= _MAX_DETAILS_BYTES:
+            details.append(detail)
+            num_bytes += cost
+    message = _cut(str(error), _MAX_METADATA_BYTES - num_bytes)
+    return status_pb2.Status(code=error.code, message=message, details=details)
+
+
+def _cut(message: str, room: float) -> str:
+    """Returns the beginning of a message that takes at most `room` bytes of a call's metadata.
+
+    The metadata has the message twice: percent-encoded, and as a part of the details.
+    """
+    if len(message.encode()) * (3 + _BINARY_COST) <= room:
+        return message
+    used = 0.0
+    for index, char in enumerate(message):
+        num_bytes = len(char.encode())
+        is_plain = " " <= char <= "~" and char != "%"
+        used += num_bytes * (_BINARY_COST + (1 if is_plain else 3))
+        if used > room:
+            # Three characters take at least as many bytes as the three dots.
+            return f"{message[: index - 3]}..."
+    return message
 
 
 def connection_failure(words: str) -> str:

@@ -13,7 +13,7 @@ from baton.coordinator.routing.output_lengths import max_output_tokens
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.request_table import RequestTable
-from baton.coordinator.state.requests import Request, Submission
+from baton.coordinator.state.requests import EndedRequest, Request, Submission
 from baton.coordinator.state.workers import WorkerRegistry
 from baton.coordinator.telemetry.stats import CoreStats
 from baton.runtime import errors
@@ -27,12 +27,14 @@ class AdmissionResult(NamedTuple):
         fleet: The fleet that computes the request.
         hashes: Hashes of the prompt's blocks in that fleet.
         forecast: Predicted time to first token; None: no target, or no prediction.
+        is_resumed: As in Request.
     """
 
     num_tokens: int
     fleet: Fleet
     hashes: array[int]
     forecast: TtftForecast | None
+    is_resumed: bool
 
 
 class AdmissionCheck:
@@ -70,7 +72,8 @@ class AdmissionCheck:
         num_tokens = len(submission.prompt_token_ids)
         num_tokens += max_output_tokens(submission, self._workers.max_model_len)
         refused = self._limit_error(submission, older, num_tokens, now, may_still_run=may_still_run)
-        fleet = self._traffic.fleet_of(submission)
+        earlier = self._continued(submission, older)
+        fleet = self._traffic.fleet_of(submission, earlier.revision if earlier is not None else "")
         hashes = self._placers.of(fleet).prompts.hashes(submission)
         forecast, growth_s = None, self._stats.ttft_growth_s(submission)
         if refused is None:
@@ -95,7 +98,13 @@ class AdmissionCheck:
             self._stats.shed(submission.lane, shed.reason, now)
         if refused is not None:
             raise refused
-        return AdmissionResult(num_tokens, fleet, hashes, forecast)
+        # In another lane it waits like a new request: the batch lane would be a way to go first.
+        is_resumed = (
+            earlier.lane == submission.lane
+            if earlier is not None
+            else older is None and self._resumes(submission, may_still_run=may_still_run)
+        )
+        return AdmissionResult(num_tokens, fleet, hashes, forecast, is_resumed)
 
     def _limit_error(
         self,
@@ -136,14 +145,20 @@ class AdmissionCheck:
         A request that its client cancelled does not count, and neither does a submission with
         another prompt or other parameters: both would get around the rate limit.
         """
-        num_known = len(submission.known_token_ids)
         if (before := self._requests.ended(submission.key)) is None:
             return may_still_run
-        return (
-            before.lost_digest is not None
-            and 0 < num_known <= before.num_output_tokens
-            and before.lost_digest == submission.digest
-        )
+        return before.is_resumed_by(submission)
+
+    def _continued(
+        self, submission: Submission, older: Request | None
+    ) -> Request | EndedRequest | None:
+        """Returns the request that began the output of a resumed one; None: it is not known."""
+        if older is not None:
+            num_known, num_output = len(submission.known_token_ids), len(older.token_ids)
+            is_same = num_known <= num_output and older.submission.digest == submission.digest
+            return older if is_same else None
+        before = self._requests.ended(submission.key)
+        return before if before is not None and before.is_resumed_by(submission) else None
 
 
 def _is_late(forecast: TtftForecast | None) -> bool:

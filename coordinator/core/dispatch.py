@@ -7,6 +7,7 @@ from functools import partial
 
 from baton.coordinator.core.adoption import Adoption
 from baton.coordinator.core.request_lifecycle import RequestLifecycle
+from baton.coordinator.core.reservations import Reservations
 from baton.coordinator.rollouts.retiring import gone_error
 from baton.coordinator.rollouts.rollout import Rollouts
 from baton.coordinator.routing.choices import NoPlacement, Placement
@@ -44,6 +45,7 @@ class Dispatcher:
         self._config, self._lifecycle, self._workers = config, lifecycle, workers
         self._placers, self._adoption, self._rollouts = placers, adoption, rollouts
         self._timers = timers
+        self._reservations = Reservations(config, workers, placers)
 
     @property
     def num_timers(self) -> int:
@@ -75,6 +77,8 @@ class Dispatcher:
                 placement = placer.place(request)
             if isinstance(placement, NoPlacement):
                 room_at = min(room_at, placer.room_at(request))
+                if self._lifecycle.lanes.is_due(request):
+                    self._reservations.reserve(request)
                 if self._never_fits_beside(placer, request):
                     self._lifecycle.lanes.skip(request.fleet)
                 # The request keeps its turn: `candidates` now skips the rest of its queue.
@@ -84,6 +88,7 @@ class Dispatcher:
                 self._lifecycle.fail(request, problem, now)
             else:
                 self._lifecycle.dispatch(request, placement, now)
+        self._reservations.end_round()
         if room_at < math.inf:
             self._timers.set(CoreTimer.ROOM, max(room_at, now + _LEAST_WAIT_S))
         else:

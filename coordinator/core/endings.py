@@ -59,6 +59,7 @@ def ended_request(
         placement_prediction=request.placement_prediction,
         prompt_sources=request.prompt_sources,
         route=request.submission.route,
+        revision=request.fleet.name,
     )
 
 

@@ -473,6 +473,7 @@ class RequestLifecycle:
             hashes=result.hashes if len(result.hashes) else None,
             fleet=result.fleet,
             prediction=prediction,
+            is_resumed=result.is_resumed,
             attempts_before=before.attempt_number if before is not None else 0,
             due_at=self._due_at(submission),
             growth_s=self.stats.ttft_growth_s(submission),

@@ -6,7 +6,7 @@ import math
 
 from baton.coordinator.lanes.fairness import BatchDeficit, FairOrder
 from baton.coordinator.lanes.lane_work import WaitingWork
-from baton.coordinator.lanes.tenants import Tenant, TenantQueue
+from baton.coordinator.lanes.tenants import InterruptedQueue, Tenant, TenantQueue
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.lanes import Lane
 from baton.v1 import common_pb2
@@ -97,18 +97,28 @@ class FleetQueues:
         fleet: As above.
         interactive, batch: The queues.
         late: Interactive requests that cannot be in time any more; they go after the others.
+        interrupted: Interactive requests that have a part of their output; they go before all.
         deficit: Tokens that the batch lane is owed.
         submitted_work_us: Prefill work that waits, in microseconds, by the lane that it was
             submitted to. Integers, because sums of floats would drift.
     """
 
-    __slots__ = ("batch", "deficit", "fleet", "interactive", "late", "submitted_work_us")
+    __slots__ = (
+        "batch",
+        "deficit",
+        "fleet",
+        "interactive",
+        "interrupted",
+        "late",
+        "submitted_work_us",
+    )
 
     def __init__(self, fleet: Fleet, batch_share: float) -> None:
         self.fleet = fleet
         self.interactive = LaneQueue(common_pb2.LANE_INTERACTIVE, self)
         self.batch = LaneQueue(common_pb2.LANE_BATCH, self)
         self.late = LaneQueue(common_pb2.LANE_INTERACTIVE, self)
+        self.interrupted = InterruptedQueue()
         self.deficit = BatchDeficit(batch_share)
         self.submitted_work_us: dict[Lane, int] = {
             common_pb2.LANE_INTERACTIVE: 0,

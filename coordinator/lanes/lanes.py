@@ -2,8 +2,9 @@
 
 A tenant's requests go in the order in which their first tokens are due (see TenantQueue).
 
-The interactive lane goes first. While both lanes have requests to start, the batch lane gets its
-share of the tokens; while only the batch lane has, it may use everything.
+Interactive requests whose client has a part of the output go before all others. Otherwise the
+interactive lane goes first. While both lanes have requests to start, the batch lane gets its share
+of the tokens; while only the batch lane has, it may use everything.
 
 Requests of different fleets wait for different workers. Each fleet therefore has queues of its
 own, so that a fleet without room does not hold up the requests of another fleet. The limits of
@@ -17,7 +18,13 @@ from collections.abc import Iterator, Mapping
 
 from baton.coordinator.lanes.fleet_queues import FleetQueues, LaneQueue
 from baton.coordinator.lanes.running_limit import RunningLimit
-from baton.coordinator.lanes.tenants import QueueEntry, Tenant, TenantQueue, Tenants
+from baton.coordinator.lanes.tenants import (
+    InterruptedQueue,
+    QueueEntry,
+    Tenant,
+    TenantQueue,
+    Tenants,
+)
 from baton.coordinator.lanes.waits import LaneWaits
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.lanes import LANES, Lane, lane_config
@@ -85,7 +92,7 @@ class Lanes:
         self._num_pushed = 0
         self.now = 0.0
         # Queues whose first request could not be placed in this round.
-        self._skipped: set[LaneQueue] = set()
+        self._skipped: set[LaneQueue | InterruptedQueue] = set()
 
     def __len__(self) -> int:
         """Number of waiting requests."""
@@ -159,6 +166,7 @@ class Lanes:
                 entry.queue = entry.queue.tenant.queue(queues.interactive)
         entry.is_queued = True
         entry.has_returned = request.attempt > 0 or len(request.token_ids) > 0
+        entry.is_interrupted = request.goes_first
         entry.work_us, entry.queued_at = round(work_s * 1e6), now
         self._put_in(entry, now)
         self._places[request.submission.lane].take(entry.queue.tenant.name)
@@ -180,15 +188,19 @@ class Lanes:
 
         A request that still waits when the next one is requested could not be placed. Its queue is
         then skipped for the rest of the round, because a request after it must not take its place.
-        Other queues continue.
+        Other queues continue, except that nothing goes before an interrupted request in its lane.
         """
         self._skipped.clear()
         try:
             while (entry := self._next()) is not None:
-                lane_queue = entry.queue.lane_queue
+                lane_queue, is_interrupted = entry.queue.lane_queue, entry.is_interrupted
                 yield entry.request
-                if entry.is_queued and entry.queue.lane_queue is lane_queue:
-                    self._skipped.add(lane_queue)
+                if not entry.is_queued or entry.queue.lane_queue is not lane_queue:
+                    continue
+                self._skipped.add(lane_queue)
+                if is_interrupted:
+                    queues = lane_queue.fleet_queues
+                    self._skipped.update((queues.interrupted, queues.interactive, queues.late))
         finally:
             self._skipped.clear()
 
@@ -210,13 +222,14 @@ class Lanes:
         Args:
             request: The request that `candidates` has yielded.
         """
-        queue = self._entries[request.key].queue.lane_queue
-        return queue.lane == _BATCH and self._other_waits(queue)
+        entry = self._entries[request.key]
+        queue = entry.queue.lane_queue
+        return queue.lane == _BATCH and not entry.is_interrupted and self._other_waits(queue)
 
     def skip(self, fleet: Fleet) -> None:
         """Yields no more requests of a fleet in this round."""
         queues = self._fleets[fleet]
-        self._skipped.update((queues.interactive, queues.batch, queues.late))
+        self._skipped.update((queues.interrupted, queues.interactive, queues.batch, queues.late))
 
     def dispatched(self, request: Request, num_prompt_tokens: int) -> bool:
         """A waiting request is dispatched: its tenant is charged for its prompt.
@@ -331,6 +344,9 @@ class Lanes:
         return found
 
     def _next_of(self, queues: FleetQueues) -> QueueEntry | None:
+        interrupted = queues.interrupted.first()
+        if interrupted is not None and queues.interrupted not in self._skipped:
+            return interrupted
         interactive = self._head(queues.interactive) or self._head(queues.late)
         batch = self._head(queues.batch)
         if interactive is None or batch is None:
@@ -395,27 +411,33 @@ class Lanes:
 
     def _put_in(self, entry: QueueEntry, now: float) -> None:
         queue, work_us = entry.queue, entry.work_us
+        queues = queue.lane_queue.fleet_queues
+        queues.submitted_work_us[entry.request.submission.lane] += work_us
+        if entry.is_interrupted:
+            queues.interrupted.push(entry)
+            return
         queue.push(entry, now)
         queue.work_us += work_us
-        lane_queue = queue.lane_queue
         if queue.item is not None:
-            lane_queue.work.add(work_us, self.now)
-        lane_queue.fleet_queues.submitted_work_us[entry.request.submission.lane] += work_us
+            queue.lane_queue.work.add(work_us, self.now)
 
     def _take_out(self, entry: QueueEntry) -> None:
         queue, work_us = entry.queue, entry.work_us
+        queues = queue.lane_queue.fleet_queues
+        queues.submitted_work_us[entry.request.submission.lane] -= work_us
+        if entry.is_interrupted:
+            queues.interrupted.remove(entry)
+            return
         # A request that is dispatched at once has not waited: it does not count for the rate.
         has_waited = entry.queued_at < self.now
         queue.remove(entry)
         queue.work_us -= work_us
-        lane_queue = queue.lane_queue
         if queue.item is not None:
-            lane_queue.work.remove(work_us, self.now, left=has_waited)
-        lane_queue.fleet_queues.submitted_work_us[entry.request.submission.lane] -= work_us
+            queue.lane_queue.work.remove(work_us, self.now, left=has_waited)
 
     def _stop_waiting(self, entry: QueueEntry) -> None:
-        entry.is_queued = False
         self._take_out(entry)
+        entry.is_queued = entry.is_interrupted = False
         lane = entry.request.submission.lane
         del self._waiting[lane][entry.request.key]
         self._places[lane].give_back(entry.queue.tenant.name)
@@ -459,13 +481,16 @@ class Lanes:
         assert num_running == len(self._entries) - len(queued)
         assert all(one.queue is one.queue.tenant.queues[one.queue.lane_queue] for one in queued)
         queues = {id(entry.queue): entry.queue for entry in self._entries.values()}
-        assert sum(map(len, queues.values())) == len(queued)
+        num_interrupted = sum(len(one.interrupted) for one in self._fleets.values())
+        assert sum(map(len, queues.values())) == len(queued) - num_interrupted
         for queue in queues.values():
             assert (queue.item is not None) == (len(queue) > 0 and queue.tenant.can_run)
         running = Counter(
             entry.queue.tenant.name for entry in self._entries.values() if not entry.is_queued
         )
         assert all(tenant.num_running == running[tenant.name] for tenant in self._tenants)
+        interrupted = Counter(one.queue.tenant.name for one in queued if one.is_interrupted)
+        assert all(one.num_interrupted == interrupted[one.name] for one in self._tenants)
         for lane, places in self._places.items():
             waiting = Counter(one.submission.tenant for one in self._waiting[lane].values())
             places.check_integrity(waiting)
@@ -481,6 +506,10 @@ class Lanes:
             assert fleet_queues is self._fleets.get(entry.request.fleet)
         for fleet, fleet_queues in self._fleets.items():
             assert fleet_queues.fleet is fleet
+            entries = list(fleet_queues.interrupted)
+            assert all(one.is_queued and one.is_interrupted for one in entries)
+            assert all(one.queue.lane_queue.fleet_queues is fleet_queues for one in entries)
+            assert fleet_queues.interrupted.work_us == sum(one.work_us for one in entries)
             for lane_queue in (fleet_queues.interactive, fleet_queues.batch, fleet_queues.late):
                 queues = [one.queues.get(lane_queue) for one in self._tenants]
                 inside = [one for one in queues if one is not None and one.item is not None]
@@ -489,7 +518,8 @@ class Lanes:
     def _check_work(self, queued: list[QueueEntry]) -> None:
         of_queues, submitted = Counter[TenantQueue](), Counter[tuple[Fleet, Lane]]()
         for entry in queued:
-            of_queues[entry.queue] += entry.work_us
+            if not entry.is_interrupted:
+                of_queues[entry.queue] += entry.work_us
             request = entry.request
             submitted[request.fleet, request.submission.lane] += entry.work_us
         for tenant in self._tenants:

@@ -8,8 +8,8 @@ import math
 class RunningLimit:
     """Counts a lane's running requests against `lanes.<lane>.max_running`.
 
-    After a restart of the coordinator, more requests may run than the limit allows: workers
-    continue the requests that they had.
+    More requests may run than the limit allows: interrupted requests do not wait for it, and after
+    a restart of the coordinator, workers continue the requests that they had.
 
     Args:
         max_running: Number of requests that may run at a time; None: no limit.

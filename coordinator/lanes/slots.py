@@ -35,8 +35,8 @@ class Slots:
     One predicted wait at a time is compared with the actual wait, even if no request waits that
     long; WaitCorrection scales later predictions.
 
-    After a restart of the coordinator, more requests may run than there are slots: workers
-    continue the requests that they had.
+    More requests may run than there are slots: interrupted requests do not wait for one, and after
+    a restart of the coordinator, workers continue the requests that they had.
 
     Args:
         num_slots: Number of the tenant's requests that may run at a time.

@@ -36,6 +36,7 @@ class QueueEntry:
         order: Sort key of requests that were dispatched and came back: arrival, then `number`.
         turn: Sort key of new requests; set by TenantQueue.
         is_queued: True while it waits, False once it was dispatched.
+        is_interrupted: Whether it waits in the InterruptedQueue of its fleet instead of `queue`.
         has_returned: Whether it was dispatched before, by this coordinator or an earlier one. Such
             requests go before new ones.
         queued_at: When it was queued last, by the core's clock.
@@ -48,6 +49,7 @@ class QueueEntry:
 
     __slots__ = (
         "has_returned",
+        "is_interrupted",
         "is_queued",
         "num_charged_tokens",
         "num_reserved_tokens",
@@ -65,7 +67,7 @@ class QueueEntry:
         self.order = request.submission.arrived_at, number
         self.turn = 0.0, 0
         self.num_reserved_tokens, self.num_charged_tokens = num_tokens, 0
-        self.is_queued = self.has_returned = False
+        self.is_queued = self.has_returned = self.is_interrupted = False
         self.owed_per_token = self.queued_at = 0.0
         self.work_us = 0
 
@@ -139,21 +141,59 @@ class TenantQueue(Account):
         return self.work_us - sum(entry.work_us for entry in after)
 
 
+class InterruptedQueue:
+    """Interactive requests of all tenants that wait with a part of their output, by arrival.
+
+    They go before all other requests, because they ran before: no share of tokens and no limit of
+    their lane holds them back, and twice the limit of their tenant does (Tenant.may_continue).
+
+    Attributes:
+        work_us: Prefill work that waits, in integer microseconds.
+    """
+
+    __slots__ = ("_entries", "work_us")
+
+    def __init__(self) -> None:
+        self._entries: list[QueueEntry] = []
+        self.work_us = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[QueueEntry]:
+        return iter(self._entries)
+
+    def first(self) -> QueueEntry | None:
+        """Returns the request that arrived first and may run; None if none waits."""
+        return next((one for one in self._entries if one.queue.tenant.may_continue), None)
+
+    def push(self, entry: QueueEntry) -> None:
+        insort(self._entries, entry, key=_order)
+        self.work_us += entry.work_us
+        entry.queue.tenant.num_interrupted += 1
+
+    def remove(self, entry: QueueEntry) -> None:
+        del self._entries[bisect_left(self._entries, entry.order, key=_order)]
+        self.work_us -= entry.work_us
+        entry.queue.tenant.num_interrupted -= 1
+
+
 class Tenant:
     """One tenant: requests are charged to it, and its limits apply to them.
 
     Attributes:
         queues: Its waiting requests, by the lane's queue; created at the first use.
         num_running: Number of its requests that are dispatched and have not ended.
+        num_interrupted: Number of its requests that wait in the InterruptedQueue of a fleet.
         bucket: Its rate limit; None: no limit.
         slots: Its concurrency limit; None: no limit.
     """
 
-    __slots__ = ("bucket", "config", "name", "num_running", "queues", "slots")
+    __slots__ = ("bucket", "config", "name", "num_interrupted", "num_running", "queues", "slots")
 
     def __init__(self, name: str, config: TenantConfig, now: float) -> None:
         self.name, self.config = name, config
-        self.num_running = 0
+        self.num_running = self.num_interrupted = 0
         limit = config.max_concurrent
         self.slots = Slots(limit, now) if limit is not None else None
         self.queues: dict[LaneQueue, TenantQueue] = {}
@@ -172,12 +212,22 @@ class Tenant:
     @property
     def num_waiting(self) -> int:
         """Number of its requests that wait, in all lanes and for all fleets."""
-        return sum(map(len, self.queues.values()))
+        return sum(map(len, self.queues.values())) + self.num_interrupted
 
     @property
     def can_run(self) -> bool:
         """Whether one more of its requests may be dispatched."""
         return self.slots is None or self.slots.num_free > 0
+
+    @property
+    def may_continue(self) -> bool:
+        """Whether one more of its interrupted requests may be dispatched.
+
+        New requests may have taken the slots of interrupted ones, so that up to twice as many run.
+        A client that breaks and resumes its streams again and again gets no more.
+        """
+        limit = self.config.max_concurrent
+        return limit is None or self.num_running < 2 * limit
 
     def started(self, now: float) -> None:
         """One of its requests was dispatched."""

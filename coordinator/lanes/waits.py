@@ -20,7 +20,8 @@ class LaneWaits:
     """Answers questions about waiting requests from the state of the lanes, and changes nothing.
 
     A waiting request is held if it waits for the concurrency limit of its tenant (max_concurrent)
-    or of its lane (max_running). More workers would not run held requests.
+    or of its lane (max_running). More workers would not run held requests. Interrupted requests
+    (InterruptedQueue) are held only by twice the limit of their tenant.
 
     Args:
         config: Limits and shares of the lanes.
@@ -48,6 +49,8 @@ class LaneWaits:
     def is_held(self, entry: QueueEntry) -> bool:
         """Whether a waiting request, the last of its tenant, is held."""
         tenant = entry.queue.tenant
+        if entry.is_interrupted:
+            return not tenant.may_continue
         if self._limits[entry.queue.lane_queue.lane].is_reached:
             return True
         return tenant.slots is not None and tenant.num_waiting > tenant.slots.num_free
@@ -55,6 +58,8 @@ class LaneWaits:
     def reached_limit(self, entry: QueueEntry) -> str:
         """Returns which limit keeps a waiting request from running, in words; empty: none does."""
         tenant, lane = entry.queue.tenant, entry.queue.lane_queue.lane
+        if entry.is_interrupted and tenant.may_continue:
+            return ""
         if not tenant.can_run:
             return (
                 f"tenant {tenant.name!r} runs {tenant.num_running} requests, at most "
@@ -70,13 +75,17 @@ class LaneWaits:
 
     def num_runnable(self, lane: Lane) -> int:
         """Returns how many of the requests that were submitted to a lane wait and are not held."""
-        places = self._places[lane]
-        num_held = sum(
-            max(0, places.num_of(tenant.name) - tenant.slots.num_free)
-            for tenant in self._tenants
-            if tenant.slots is not None
-        )
-        return int(min(len(places) - num_held, self._limits[lane].num_free))
+        places, num_held, num_first = self._places[lane], 0, 0
+        for tenant in self._tenants:
+            # Interrupted requests are interactive.
+            num_interrupted = tenant.num_interrupted if lane == common_pb2.LANE_INTERACTIVE else 0
+            num_first += num_interrupted
+            if tenant.slots is not None:
+                num_waiting = places.num_of(tenant.name)
+                num_held += min(
+                    num_waiting - num_interrupted, max(0, num_waiting - tenant.slots.num_free)
+                )
+        return int(max(num_first, min(len(places) - num_held, self._limits[lane].num_free)))
 
     def work_s(self, lane: Lane, fleet: Fleet) -> float:
         """Returns the seconds of prefill work that wait for a fleet's workers and are not held.
@@ -86,8 +95,11 @@ class LaneWaits:
             fleet: The fleet.
         """
         queues = self._fleets.get(fleet)
-        if queues is None or self._limits[lane].is_reached:
+        if queues is None:
             return 0.0
+        if self._limits[lane].is_reached:
+            is_interactive = lane == common_pb2.LANE_INTERACTIVE
+            return queues.interrupted.work_us / 1e6 if is_interactive else 0.0
         held_us = 0.0
         for tenant in self._tenants:
             if tenant.slots is not None:
@@ -124,9 +136,10 @@ class LaneWaits:
             return 0.0
         queue = queues.of(submission.ordered_in(self._long_prompt_tokens))
         # Seconds of prefill work that can leave the queue in a second.
-        most_per_s, first_s = num_workers * (1 - self._batch_share), 0.0
+        most_per_s = num_workers * (1 - self._batch_share)
+        first_s = queues.interrupted.work_us / 1e6 / most_per_s
         if queue is queues.batch:
-            first_s = queues.interactive.work.work_s / most_per_s
+            first_s += queues.interactive.work.work_s / most_per_s
             most_per_s = num_workers
         weight = self._tenants.config(submission.tenant).weight
         tenant = self._tenants.find(submission.tenant)
@@ -152,7 +165,7 @@ class LaneWaits:
         if tenant is None or tenant.slots is None:
             return None
         before = {submission.ordered_in(self._long_prompt_tokens), common_pb2.LANE_INTERACTIVE}
-        num_waiting = sum(
+        num_waiting = tenant.num_interrupted + sum(
             len(one) for one in tenant.queues.values() if one.lane_queue.lane in before
         )
         return tenant.slots.wait_s(num_waiting, now)

@@ -97,6 +97,8 @@ class Rollouts:
         self._fleets, self._max_request_s = workers.fleets, max_request_s
         self.retiring = Retiring(scaler.launches, drain)
         self._configured, self._version = traffic.stable.name, 0
+        # Highest version of the records of earlier coordinators that workers have returned with.
+        self._newest_seen = 0
         # Whether an operator has changed a rollout at this coordinator. Records that workers keep
         # from an earlier coordinator are outdated then.
         self._was_changed = False
@@ -207,20 +209,20 @@ class Rollouts:
             returns: Whether the worker served another coordinator before.
 
         Returns:
-            Whether the recorded rollout was restored, so that waiting requests may have to move.
+            Whether the stable fleet or the canary may have changed, so that waiting requests may
+            have to move.
         """
-        record = worker.hello.rollout
-        restores = (
-            returns
-            and record.version > self._version
-            and record.configured == self._configured
-            # A coordinator with an active scaler starts its own workers, and the workers of the
-            # recorded rollout ended with the earlier coordinator.
-            and not self._scaler.active
-            and not self._was_changed
-        )
-        if restores:
+        record, restores = worker.hello.rollout, False
+        is_newer = returns and record.version > self._newest_seen
+        if is_newer:
+            self._newest_seen = record.version
+        if is_newer and record.configured != self._configured:
+            restores = self._supersede(now)
+        # A coordinator with an active scaler starts its own workers, and the workers of the
+        # recorded rollout ended with the earlier coordinator.
+        elif is_newer and not self._scaler.active and not self._was_changed:
             self._restore(record, now)
+            restores = True
         elif self._version:
             self._emit(ev.SendCommand(worker.key, self._record()))
         if returns and worker.fleet not in self.retiring and self._was_replaced(worker):
@@ -234,8 +236,7 @@ class Rollouts:
         A rollout that was restored from a record ends, unless an operator has changed it here.
         """
         if self._version and not self._was_changed:
-            record = cluster_pb2.RolloutRecord(version=self._version + 1, stable=self._configured)
-            self._restore(record, now)
+            self._discard_restored(now)
 
     def advance(self, now: float) -> None:
         """Takes all steps of rollouts that are possible with the workers that serve now."""
@@ -277,7 +278,7 @@ class Rollouts:
 
     def _changed(self) -> None:
         """Sends a new version of the record to all workers."""
-        self._version += 1
+        self._version = max(self._version, self._newest_seen) + 1
         self._send_record()
 
     def _send_record(self) -> None:
@@ -288,7 +289,8 @@ class Rollouts:
     def _restore(self, record: cluster_pb2.RolloutRecord, now: float) -> None:
         """Replaces the state by the one that an earlier coordinator has recorded."""
         named = self._fleets.named
-        self._version, self.rollout = record.version, None
+        # This coordinator may have sent records of its own since an older one was restored.
+        self._version, self.rollout = max(record.version, self._version + 1), None
         self.retiring.replace(map(named, record.retiring), self._max_request_s, now)
         self._stats.compared = {}
         self._fleets.stable = stable = named(record.stable)
@@ -300,6 +302,27 @@ class Rollouts:
         if not self:
             self._timers.cancel(CoreTimer.ROLLOUT)
         self._send_record()
+
+    def _supersede(self, now: float) -> bool:
+        """Replaces a record from before the configuration named another stable revision.
+
+        All workers get this coordinator's record instead. If they kept the older one, a coordinator
+        whose configuration names the former revision again would restore it.
+
+        Returns:
+            Whether a rollout was discarded that had been restored from a still older record.
+        """
+        is_configured = self.rollout is None and self._fleets.stable.name == self._configured
+        if is_configured or self._was_changed:
+            self._changed()
+            return False
+        self._discard_restored(now)
+        return True
+
+    def _discard_restored(self, now: float) -> None:
+        """Makes the configured revision stable, with a record that is newer than all others."""
+        version = max(self._version, self._newest_seen) + 1
+        self._restore(cluster_pb2.RolloutRecord(version=version, stable=self._configured), now)
 
     def _was_replaced(self, worker: Worker) -> bool:
         """Whether, according to the worker's record, the worker's fleet has left or is leaving.

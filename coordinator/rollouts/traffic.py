@@ -45,15 +45,21 @@ class Traffic:
         """Whether the fleet gets new requests now."""
         return fleet is self.stable or (fleet is self.canary and self.open)
 
-    def fleet_of(self, submission: Submission) -> Fleet:
+    def fleet_of(self, submission: Submission, began_in: str = "") -> Fleet:
         """Returns the fleet of a new or resumed request.
 
         A resumed output stays in the fleet that began it. Otherwise the session, or the request if
         it has no session, is hashed together with the canary's name: a growing share keeps the
         sessions it had, and each canary gets other sessions.
+
+        Args:
+            submission: A new or resumed submission.
+            began_in: Name of the fleet that began the output, for a submission that does not name
+                it; empty: not known.
         """
-        if submission.revision and len(submission.known_token_ids):
-            return self._fleets.named(submission.revision)
+        revision = submission.revision or began_in
+        if revision and len(submission.known_token_ids):
+            return self._fleets.named(revision)
         canary = self.canary
         # Admission checked the request against the stable fleet's context length and adapters.
         if canary is None or not self.open or not fits(submission, canary.workers.model):

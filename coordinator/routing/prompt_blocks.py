@@ -36,10 +36,13 @@ class PromptBlocks:
         return block_hashes(prompt, size, root, _keys(submission, 0, len(prompt), size))
 
     def hashes_of(self, request: Request) -> array[int]:
-        """The hashes of a request's prompt; cached in the request."""
-        if request.hashes is None:
-            request.hashes = self.hashes(request.submission)
-        return request.hashes
+        """The hashes of a request's prompt; cached in the request once they can be computed."""
+        if request.hashes is not None:
+            return request.hashes
+        hashes = self.hashes(request.submission)
+        if self._workers.first is not None:
+            request.hashes = hashes
+        return hashes
 
     def hashes_with_output(self, request: Request) -> array[int]:
         """The hashes of a request's prompt and of its output so far."""

@@ -350,6 +350,9 @@ class Request:
         deadline: When the request must end, by the core's clock.
         hashes: Hashes of the prompt's blocks; None until they are needed.
         attempt: Number of dispatches; 0 before the first.
+        is_resumed: Whether an earlier request of this key began its output in the same lane. Other
+            known tokens are only a claim of the client, which a coordinator believes just after its
+            start.
         attempts_before: Number of attempts that an earlier request of this key had. Workers may
             still report of those attempts, so their numbers are not used again.
         handle: Short number of this attempt, which workers use in their steps; 0 before the first.
@@ -408,6 +411,7 @@ class Request:
     text_chars: int = 0
     hashes: array[int] | None = None
     attempt: int = 0
+    is_resumed: bool = False
     attempts_before: int = 0
     handle: int = 0
     num_known: int = 0
@@ -465,6 +469,16 @@ class Request:
     def id(self) -> str:
         """The client's id of the request."""
         return self.submission.request_id
+
+    @property
+    def lane(self) -> common_pb2.Lane.ValueType:
+        """The lane that it was submitted to."""
+        return self.submission.lane
+
+    @property
+    def revision(self) -> str:
+        """Name of its fleet."""
+        return self.fleet.name
 
     @property
     def attempt_number(self) -> int:
@@ -540,6 +554,17 @@ class Request:
         )
 
     @property
+    def goes_first(self) -> bool:
+        """Whether it goes before all others when it waits: a client waits for the rest of it.
+
+        This holds for interactive requests. The client sees the pause, and `max_recovery_s` ends
+        it with an error.
+        """
+        has_run = self.attempt > 0 or self.is_resumed
+        is_interactive = self.submission.lane == common_pb2.LANE_INTERACTIVE
+        return is_interactive and has_run and len(self.token_ids) > 0
+
+    @property
     def has_begun(self) -> bool:
         """Whether the request runs or has output, so that its fleet must finish it."""
         return len(self.token_ids) > 0 or not self.waits
@@ -578,6 +603,7 @@ class EndedRequest:
         stalls: Longest gaps between tokens that exceeded the target.
         placement_prediction, prompt_sources: As in Request.
         route: As in Submission.
+        revision: Name of its fleet.
     """
 
     request_id: str
@@ -604,3 +630,16 @@ class EndedRequest:
     placement_prediction: PlacementPrediction | None = None
     prompt_sources: PromptSources | None = None
     route: str = ""
+    revision: str = ""
+
+    def is_resumed_by(self, submission: Submission) -> bool:
+        """Returns whether a submission of the same key resumes this request.
+
+        A request that its client cancelled does not count, and neither does a submission with
+        another prompt, other parameters or more tokens than this request had.
+        """
+        return (
+            self.lost_digest is not None
+            and 0 < len(submission.known_token_ids) <= self.num_output_tokens
+            and self.lost_digest == submission.digest
+        )

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # Number of fenced incarnations that are remembered. A coordinator loses far fewer workers.
 _MAX_FENCED = 4096
+# Number of differing adapters that an error names.
+_MAX_SHOWN_ADAPTERS = 3
 # Fields of ModelDescription that must be equal in a fleet. The tokenizer's path may differ between
 # hosts.
 _MODEL_FIELDS = ("name", "revision", "max_model_len", "vocab_size")
@@ -359,9 +361,7 @@ class WorkerRegistry(AttachedWorkers):
             differing = _differences(other.hello.model, hello.model, ("vocab_size",))
         else:
             differing = _differences(other.hello.model, hello.model, _MODEL_FIELDS)
-            theirs, ours = _adapters(hello.model), _adapters(other.hello.model)
-            if theirs != ours:
-                differing.append(f"model.adapters are {theirs}, here {ours}")
+            differing += _differing_adapters(other.hello.model, hello.model)
             differing += [
                 f"fingerprint.{one}"
                 for one in kv_fingerprint.differences(other.hello.fingerprint, hello.fingerprint)
@@ -401,9 +401,21 @@ class WorkerRegistry(AttachedWorkers):
             del self._fenced[next(iter(self._fenced))]
 
 
-def _adapters(model: common_pb2.ModelDescription) -> str:
-    """Returns the adapters with their revisions; other weights would give another KV cache."""
-    return ", ".join(f"{one.name} ({one.revision})" for one in model.adapters) or "none"
+def _differing_adapters(
+    ours: common_pb2.ModelDescription, theirs: common_pb2.ModelDescription
+) -> list[str]:
+    """Returns in words which adapters differ; other weights would give another KV cache."""
+    here, there = ({one.name: one.revision for one in model.adapters} for model in (ours, theirs))
+    names = [name for name in here | there if here.get(name) != there.get(name)]
+    if not names:
+        return []
+    told = ", ".join(
+        f"{name} ({there.get(name, 'missing')}, here {here.get(name, 'missing')})"
+        for name in names[:_MAX_SHOWN_ADAPTERS]
+    )
+    if (num_more := len(names) - _MAX_SHOWN_ADAPTERS) > 0:
+        told += f" and {num_more} more"
+    return [f"model.adapters differ: {told}"]
 
 
 def _differences(

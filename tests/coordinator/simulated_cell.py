@@ -52,7 +52,7 @@ class Cell:
         self._agenda: list = []
         self._order = itertools.count()
         self._prefill_free_at: dict[str, float] = defaultdict(float)
-        self._decoding: dict[str, dict[str, int]] = {"d1": {}, "d2": {}}
+        self._decoding: dict[str, dict[str, int]] = defaultdict(dict)
         # Current attempt number by request.
         self._attempts: dict[str, int] = {}
         self._prompts: dict[int, list[int]] = {}
@@ -120,25 +120,33 @@ class Cell:
         if isinstance(command, cluster_pb2.PrefillCommand):
             spec = command.spec
             request_id = spec.request_id
-            submission, _ = self._submissions[request_id]
-            if spec.attempt == 1:
-                self.dispatched.append(request_id)
-                self.waits.append((submission.lane, self.now - submission.arrived_at))
-            self._attempts[request_id] = spec.attempt
+            self._begin(spec)
             num_prompt = len(spec.prompt_token_ids)
             end = max(self.now, self._prefill_free_at[worker]) + num_prompt * self.prefill_token_s
             self._prefill_free_at[worker] = end
             self.at(end, lambda: self._prefilled(worker, request_id, spec.attempt))
         elif isinstance(command, cluster_pb2.DecodeCommand):
-            running = self._decoding[worker]
+            spec, running = command.spec, self._decoding[worker]
             if not running:
                 self.at(self.now + self.step_s, lambda: self._step(worker))
-            running[command.spec.request_id] = len(command.spec.known_token_ids)
+            running[spec.request_id] = len(spec.known_token_ids)
+            if spec.request_id not in self._attempts:
+                # The worker computes the prompt too, in no time.
+                self._begin(spec)
+                submission, _ = self._submissions[spec.request_id]
+                self._serve(submission, len(submission.prompt_token_ids))
         elif isinstance(command, cluster_pb2.CancelCommand):
             if self._attempts.get(command.request_id) == command.attempt:
                 del self._attempts[command.request_id]
             if worker in self._decoding:
                 self._decoding[worker].pop(command.request_id, None)
+
+    def _begin(self, spec: cluster_pb2.RequestSpec) -> None:
+        submission, _ = self._submissions[spec.request_id]
+        if spec.attempt == 1:
+            self.dispatched.append(spec.request_id)
+            self.waits.append((submission.lane, self.now - submission.arrived_at))
+        self._attempts[spec.request_id] = spec.attempt
 
     def _prefilled(self, worker: str, request_id: str, attempt: int) -> None:
         if self._attempts.get(request_id) != attempt:

@@ -11,6 +11,7 @@ from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import RequestState
 from baton.coordinator.state.scaling_config import PoolLimits
 from baton.runtime import errors
+from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.config import BatonConfig
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
@@ -244,7 +245,26 @@ def test_a_worker_with_another_adapter_revision_is_refused(world):
     model.adapters.add(name="poet", revision="r7")
     (refusal,) = world.attach("x", DECODE, model=model)
     assert isinstance(refusal.error, errors.FailedPrecondition)
-    assert "model.adapters are poet (r7), here none" in str(refusal.error)
+    assert "model.adapters differ: poet (r7, here missing)" in str(refusal.error)
+
+
+def test_only_the_first_differing_adapters_are_named(new_world):
+    world = new_world()
+    descriptions = []
+    for salt in ("a", "b"):
+        model = common_pb2.ModelDescription(
+            name="demo", revision="r1", max_model_len=1024, vocab_size=512
+        )
+        model.adapters.add(name="poet", revision="r7")
+        for number in range(250):
+            model.adapters.add(name=f"customer-{number}", revision=f"{salt}{number}")
+        descriptions.append(model)
+    world.attach("p", PREFILL, model=descriptions[0])
+    (refusal,) = world.attach("p2", PREFILL, model=descriptions[1])
+    told = str(refusal.error)
+    assert "model.adapters differ: customer-0 (b0, here a0), customer-1 (b1, here a1)" in told
+    assert " and 247 more; " in told
+    assert "poet" not in told
 
 
 def test_block_hashes_of_a_prompt_differ_between_adapters(world):
@@ -254,6 +274,20 @@ def test_block_hashes_of_a_prompt_differ_between_adapters(world):
         submission = world.core.request(f"r{to.stream}").submission
         found |= set(world.core.placers.of(world.core.fleets.stable).prompts.hashes(submission))
     assert len(found) == 3 * 4
+
+
+def test_a_request_from_before_the_first_worker_goes_where_its_prefix_is(new_world):
+    """No worker had reported its block size yet, so the prompt could not be hashed."""
+    world = new_world()
+    world.submit(num_prompt=640)
+    for name in ("p", "p2"):
+        world.attach(name, PREFILL)
+    stored = block_hashes(range(640), 16, root_of("", ""))
+    world.handle(ev.WorkerCache(("p2", 1), cluster_pb2.CacheEvents(stored=stored)))
+    world.attach("d", DECODE)
+    request = world.core.request("r1")
+    assert request.prefill == ("p2", 1)
+    assert request.placement_prediction.hits.num_device > 600
 
 
 def test_unknown_error_codes_and_refusal_reasons_are_handled(world, out):

@@ -85,49 +85,62 @@ class LanesMachine(RuleBasedStateMachine):
     def num_running(self, lane: int) -> int:
         return sum(self.ordered_in(one) == lane for one in self.running)
 
-    def narrow_can_run(self) -> bool:
-        return sum(one.submission.tenant == "narrow" for one in self.running) < 2
+    def num_running_narrow(self) -> int:
+        return sum(one.submission.tenant == "narrow" for one in self.running)
+
+    def goes_first(self, one: Request) -> bool:
+        has_run = one.attempt > 0 or one.is_resumed
+        return one.submission.lane == INTERACTIVE and has_run and len(one.token_ids) > 0
 
     def can_run(self, one: Request) -> bool:
+        if self.goes_first(one):
+            return one.submission.tenant != "narrow" or self.num_running_narrow() < 4
         limit = {INTERACTIVE: 6, BATCH: 3}[self.ordered_in(one)]
         free = self.num_running(self.ordered_in(one)) < limit
-        return free and (one.submission.tenant != "narrow" or self.narrow_can_run())
+        return free and (one.submission.tenant != "narrow" or self.num_running_narrow() < 2)
 
     @rule(
         tenant=st.sampled_from(["a", "b", "narrow", "heavy"]),
         lane=st.sampled_from([INTERACTIVE, BATCH]),
         num_prompt=st.sampled_from([1, 20, 50, 51, 80]),
         known=st.sampled_from([(), (), (7,)]),
+        is_resumed=st.booleans(),
         growth_s=st.sampled_from([0.0, 0.0, 3.0, 20.0]),
     )
-    def push(self, tenant, lane, num_prompt, known, growth_s):
+    def push(self, tenant, lane, num_prompt, known, is_resumed, growth_s):
         one = request(next(self.numbers), tenant, lane, num_prompt, known)
-        one.growth_s = growth_s
+        one.growth_s, one.is_resumed = growth_s, is_resumed
         self.lanes.push(one, one.submitted_at)
         self.waiting.append(one)
 
     @rule(data=st.data())
     def round(self, data):
-        passed: set[int] = set()
+        passed: set[int | str] = set()
         offered: set[str] = set()
         for one in self.lanes.candidates():
             lane = self.ordered_in(one)
             assert one in self.waiting
             assert self.can_run(one)
-            assert lane not in passed
             assert one.id not in offered
             offered.add(one.id)
-            self.assert_first_of_its_tenant(one)
+            first = [other for other in self.waiting if self.goes_first(other)]
+            if first and "first" not in passed and (able := list(filter(self.can_run, first))):
+                assert one is min(able, key=lambda other: other.submission.arrived_at)
+            else:
+                assert lane not in passed
+                assert one not in first
+                self.assert_first_of_its_tenant(one)
             if data.draw(st.sampled_from([True, True, True, False])):
                 one.attempt += 1
                 self.waiting.remove(one)
                 self.running.append(one)
                 self.lanes.dispatched(one, one.num_prompt_tokens)
             else:
-                passed.add(lane)
+                passed |= {lane, INTERACTIVE, "first"} if one in first else {lane}
         # Every request that could have run was yielded.
         for one in self.waiting:
-            assert not self.can_run(one) or self.ordered_in(one) in passed
+            lane = "first" if self.goes_first(one) else self.ordered_in(one)
+            assert not self.can_run(one) or lane in passed
 
     def assert_first_of_its_tenant(self, one: Request) -> None:
         mine = [
@@ -135,6 +148,7 @@ class LanesMachine(RuleBasedStateMachine):
             for other in self.waiting
             if other.submission.tenant == one.submission.tenant
             and self.ordered_in(other) == self.ordered_in(one)
+            and not self.goes_first(other)
         ]
         back = [other for other in mine if other.attempt or other.token_ids]
         if back:

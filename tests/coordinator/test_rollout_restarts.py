@@ -29,6 +29,24 @@ def test_known_tokens_are_continued_by_the_fleet_that_generated_them(two_fleets)
     assert cell.world.last(gone).error.reason == "REVISION_GONE"
 
 
+@pytest.mark.parametrize("was_lost", [False, True])
+@pytest.mark.parametrize(("num_prompt", "fleet"), [(20, "1"), (21, "r2")])
+def test_an_output_without_its_revision_is_continued_by_the_fleet_that_began_it(
+    two_fleets, was_lost, num_prompt, fleet
+):
+    """A rollout began meanwhile. Tokens of another prompt are not known to belong to a fleet."""
+    cell = two_fleets(None)
+    to = cell.begin(request_id="r1", session_id="s")
+    if was_lost:
+        cell.world.handle(ev.SessionLost(to.session))
+    cell.start(1.0)
+    again = cell.world.submit(
+        2, num_prompt, request_id="r1", session_id="s", known_token_ids=[7, 1], known_text_chars=1
+    )
+    request = cell.core.request("r1")
+    assert (request.submission.to, request.fleet.name) == (again, fleet)
+
+
 def test_a_rollout_outlives_its_coordinator(two_fleets, new_world, say_hello):
     """Each worker keeps the latest record; the next coordinator restores the newest."""
     cell = two_fleets(0.4)
@@ -65,6 +83,41 @@ def test_a_rollout_outlives_its_coordinator(two_fleets, new_world, say_hello):
         hello.rollout.CopyFrom(promoted)
         third.handle(ev.WorkerAttached(hello, returns=True))
         assert third.core.fleets.stable.name == stable
+
+
+@pytest.mark.parametrize("missed", [None, "first", "last"])
+def test_a_rollback_by_configuration_outlives_the_record_of_the_promotion(
+    two_fleets, new_world, say_hello, missed
+):
+    """A worker that missed the coordinator in between may return first or last."""
+
+    def back(world, name, role, revision, record):
+        hello = say_hello(name, role, revision=revision, generation=77)
+        hello.rollout.CopyFrom(record)
+        world.handle(ev.WorkerAttached(hello, returns=True))
+
+    cell = two_fleets(1.0)
+    cell.world.handle(ev.PromotionRequested(2.0))
+    promoted = latest_record(cell.world, "cd")
+    # The operator puts the promoted revision into the configuration, and restarts.
+    second = new_world(revision="r2")
+    for name, role in (("cp", PREFILL), ("cd", DECODE)):
+        back(second, name, role, "r2", promoted)
+    for name, role in (("p", PREFILL), ("d", DECODE)):
+        second.attach(name, role)
+    # Revision r2 turns out to be bad, so the operator goes back to the former configuration.
+    third = new_world()
+    workers = [("p", PREFILL, "1"), ("d", DECODE, "1"), ("cp", PREFILL, "r2"), ("cd", DECODE, "r2")]
+    records = {name: latest_record(second, name) for name, _, _ in workers}
+    if missed is not None:
+        workers.insert(0 if missed == "first" else 4, ("c", DECODE, "r2"))
+        records["c"] = promoted
+    for name, role, revision in workers:
+        back(third, name, role, revision, records[name])
+    assert third.core.fleets.stable.name == "1"
+    assert third.core.request(f"r{third.submit().stream}").prefill == ("p", 1)
+    # A fourth coordinator learns the same from any worker.
+    assert {latest_record(third, name).stable for name in records} == {"1"}
 
 
 @pytest.mark.parametrize("has_heard", [True, False])

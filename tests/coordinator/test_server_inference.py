@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2
+from google.rpc import code_pb2, error_details_pb2
 from inference_client import generate
 from scripted_worker import WAIT_S, ScriptedWorker, add_running, answer, attached
 
@@ -55,6 +55,35 @@ BAD = [
         "unknown role robot",
     ),
 ]
+
+
+@pytest.mark.parametrize("num_chars", [300, 3000, 20_000])
+@pytest.mark.parametrize("char", ["g", "%", "é", "語"])
+async def test_an_error_keeps_its_code_however_long_its_message_is(
+    pair, inference, char, num_chars
+):
+    """gRPC clients refuse calls with more than 8 KiB of metadata."""
+    message = char * num_chars
+    violation = error_details_pb2.BadRequest.FieldViolation(field="f", description=message)
+    bad = error_details_pb2.BadRequest(field_violations=[violation])
+    info = error_details_pb2.ErrorInfo(reason="GRAMMAR", domain="baton")
+    async with pair(auto=False) as (prefiller, _):
+        call = inference.Generate(generate(), timeout=WAIT_S)
+        spec = (await prefiller.command("prefill")).spec
+        output = cluster_pb2.RequestOutput(request_id=spec.request_id, attempt=spec.attempt)
+        output.failed.code, output.failed.message = code_pb2.INVALID_ARGUMENT, message
+        for detail in (bad, info):
+            output.failed.details.add().Pack(detail)
+        await prefiller.step(output)
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            [event async for event in call]
+    error = from_rpc_error(failed.value)
+    assert (error.name, error.reason) == ("INVALID_ARGUMENT", "GRAMMAR")
+    if num_chars == 300:
+        assert str(error) == message
+    else:
+        assert message.startswith(str(error).removesuffix("..."))
+        assert len(str(error)) > 300
 
 
 async def test_bad_input_names_field_and_value(inference):

@@ -1203,7 +1203,7 @@ class RolloutRecord(_message.Message):
     """Grows with each record."""
     configured: _builtins.str
     """Stable revision in the coordinator's configuration. A coordinator whose configuration now names
-    another revision ignores the record.
+    another revision replaces the record by its own, with a higher version.
     """
     stable: _builtins.str
     canary: _builtins.str
