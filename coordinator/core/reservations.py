@@ -58,13 +58,13 @@ class Reservations:
         fleet = request.fleet
         router = self._placers.of(fleet).router
         needs = RequestNeeds(self._config, fleet.workers, self._placers.outputs)
-        if needs.most_output_tokens(request) == 1:
+        if needs.most_output_tokens(request.submission) == 1:
             return
         num_tokens = request.num_tokens + needs.more_output_tokens(request)
         latest = self._latest.get(fleet)
         entry = None
         if latest is not None and latest.request == request.key:
-            entry = router.load(latest.worker)
+            entry = router.loads.get(latest.worker)
         if entry is None or not router.takes_decodes(entry):
             entry = _with_most_room(router, num_tokens)
             if entry is None or router.has_room(entry, num_tokens):
