@@ -87,8 +87,11 @@ class LatencyModel:
         squares = num_tokens * (2 * num_done + num_tokens)
         return self.prefill_per_token_s * num_tokens + self.prefill_per_token_squared_s * squares
 
-    def decode_step_s(self, num_requests: int, num_kv_tokens: int) -> float:
-        """Seconds for one token of each of `num_requests` with `num_kv_tokens` in total."""
+    def decode_step_s(self, num_requests: float, num_kv_tokens: float) -> float:
+        """Seconds for one token of each of `num_requests` with `num_kv_tokens` in total.
+
+        Expected numbers may be fractions.
+        """
         if not num_requests:
             return 0.0
         return (

@@ -34,6 +34,7 @@ class DecodeSet:
     A decode counts from its assignment, even while another worker still computes its prompt.
 
     Attributes:
+        num_arrived: number of decodes whose prompts are computed.
         num_interactive: number of decodes that are known to be interactive.
         num_late: number of decodes whose prompts this worker computed too late.
         reserved_tokens: KV tokens of all decodes including their expected output.
@@ -42,6 +43,7 @@ class DecodeSet:
             average; `reserved_tokens` is the maximum.
     """
 
+    num_arrived: int = 0
     num_interactive: int = 0
     num_late: int = 0
     reserved_tokens: int = 0
@@ -51,11 +53,6 @@ class DecodeSet:
 
     def __len__(self) -> int:
         return len(self._decodes)
-
-    @property
-    def num_arrived(self) -> int:
-        """Number of decodes whose prompts are computed."""
-        return sum(one.has_arrived for one in self._decodes.values())
 
     @property
     def batch_may_join(self) -> bool:
@@ -93,8 +90,10 @@ class DecodeSet:
 
     def arrive(self, request_id: str) -> None:
         """Records that the prompt of a decode is computed; ignores unknown requests."""
-        if (decode := self._decodes.get(request_id)) is not None:
+        decode = self._decodes.get(request_id)
+        if decode is not None and not decode.has_arrived:
             decode.has_arrived = True
+            self.num_arrived += 1
 
     def mark_late(self, request_id: str) -> None:
         """Records that this worker computed a prompt too late; ignores unknown requests."""
@@ -126,6 +125,7 @@ class DecodeSet:
         decode = self._decodes.pop(request_id, None)
         if decode is None:
             return False
+        self.num_arrived -= decode.has_arrived
         self.num_interactive -= decode.is_interactive
         self.num_late -= decode.is_late
         self.mean_tokens -= decode.num_mean_tokens
@@ -136,6 +136,7 @@ class DecodeSet:
     def check_integrity(self) -> None:
         """Raises AssertionError when a sum differs from its parts."""
         decodes = self._decodes.values()
+        assert self.num_arrived == sum(one.has_arrived for one in decodes)
         assert self.num_interactive == sum(one.is_interactive for one in decodes)
         assert self.num_late == sum(one.is_late for one in decodes)
         assert self.reserved_tokens == sum(one.num_kv_tokens for one in decodes)

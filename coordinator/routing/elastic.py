@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from baton.coordinator.routing.cache_fills import CacheFills
 from baton.coordinator.routing.choices import NoPlacement, Placement, PrefillChoice
 from baton.coordinator.routing.elastic_candidates import Demand, ElasticCandidates
 from baton.coordinator.routing.elastic_choices import ElasticChoices
@@ -60,9 +61,11 @@ class ElasticRule:
     ) -> None:
         self._lanes, self._router, self._prompts = config.lanes, router, prompts
         self._needs, self._handoffs, self._prompt_times = needs, handoffs, prompt_times
-        self._prompt_demand = PromptDemand()
+        self._prompt_demand, self._cache_fills = PromptDemand(), CacheFills()
         self._candidates = ElasticCandidates(router, fetches)
-        self._choices = ElasticChoices(router, self._candidates, self._prompt_demand)
+        self._choices = ElasticChoices(
+            router, self._candidates, self._prompt_demand, self._cache_fills
+        )
 
     def place(self, request: Request) -> Placement | NoPlacement:
         """Returns the workers for a request whose turn it is, or why it waits.
@@ -85,7 +88,8 @@ class ElasticRule:
         return Placement(found.prefill, found.decode)
 
     def begins(self, request: Request, placement: Placement) -> None:
-        """Measures the prompt of an interactive request."""
+        """Counts what a request stores in caches; measures the prompt of an interactive one."""
+        self._count_stored(request, placement)
         if request.submission.lane == _BATCH:
             return
         entry = self._router.loads.entries[placement.prefill.worker]
@@ -93,6 +97,19 @@ class ElasticRule:
         self._prompt_times.add(prompt_s)
         target_s = request.first_token_due_at - request.submitted_at
         self._prompt_demand.add(prompt_s, target_s, self._router.now)
+
+    def _count_stored(self, request: Request, placement: Placement) -> None:
+        """Counts the tokens that a request stores in the caches of its workers."""
+        prefill, decode = placement.prefill, placement.decode
+        stored = {prefill.worker: request.num_tokens - prefill.hits.num_device}
+        if decode is not None:
+            num_tokens = self._needs.more_output_tokens(request)
+            if decode.worker != prefill.worker:
+                num_tokens += decode.num_tokens - decode.hits.num_device
+            stored[decode.worker] = stored.get(decode.worker, 0) + num_tokens
+        for worker, num_tokens in stored.items():
+            cache_tokens = self._router.loads.entries[worker].traits.kv_tokens
+            self._cache_fills.add(worker, num_tokens, cache_tokens, self._router.now)
 
     def room_at(self, request: Request) -> float:
         """Predicts when a worker's prompts are nearly computed; see PlacementRule."""

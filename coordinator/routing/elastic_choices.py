@@ -9,7 +9,8 @@ the workers with most KV room and with the shortest prefill queue.
    The prediction includes the prompts that the worker computes first, the speed that its decodes
    leave for prompts, prefix hits, and the fetch of a prefix from another worker, which happens
    while the prompt waits. Added to it is the harm to others: longer prompts of that worker, which
-   it computes later because of this one, and its streams.
+   it computes later because of this one, and its streams. Among equal costs, it is the worker that
+   stored least in its cache lately (cache_fills.py).
 2. The decode worker (elastic_decode_choices.py): each worker that decodes pays the base time of a
    decode step, and computes prompts at a fraction of its speed. The rule therefore spreads the
    decodes evenly over the smallest number of workers that keep the ITL target. The other workers
@@ -20,6 +21,7 @@ the workers with most KV room and with the shortest prefill queue.
    - If gaps may be long (core/gap_choice.py) and a step with one stream takes most of the ITL
      target, workers without decodes would leave the other workers no time for prompts. The decodes
      are then spread over all workers.
+   Outputs that wait for long prompts count for less (waiting_outputs.py).
 3. If the decodes are spread over all workers for long gaps, the decode worker also computes the
    prompt if the first token is in time there. The prefill worker also decodes an output of few
    tokens if it computes no other prompt, and any output if a step takes most of the ITL target, it
@@ -36,6 +38,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from baton.coordinator.routing.cache_fills import CacheFills
 from baton.coordinator.routing.choices import DecodeChoice, NoPlacement, PrefillChoice
 from baton.coordinator.routing.elastic_candidates import (
     Candidate,
@@ -82,13 +85,18 @@ class ElasticChoices:
         router: Router of the fleet's workers, with step targets.
         candidates: Finds the workers that are compared.
         prompts: Recent prompts, which the owner adds.
+        cache_fills: What workers stored in their caches, which the owner adds.
     """
 
     def __init__(
-        self, router: Router, candidates: ElasticCandidates, prompts: PromptDemand
+        self,
+        router: Router,
+        candidates: ElasticCandidates,
+        prompts: PromptDemand,
+        cache_fills: CacheFills,
     ) -> None:
         self._router, self._candidates, self._prompts = router, candidates, prompts
-        self._prefill_choices = ElasticPrefillChoices(router)
+        self._prefill_choices = ElasticPrefillChoices(router, cache_fills)
         self._decode_choices = ElasticDecodeChoices(router, prompts)
 
     def place(self, match: PrefixMatch, demand: Demand) -> ElasticPlacement | NoPlacement:
@@ -101,7 +109,7 @@ class ElasticChoices:
             return prefill
         if not demand.num_output_tokens:
             return ElasticPlacement(prefill, None)
-        decode = self._decode_choices.choose(candidates, demand)
+        decode = self._decode_choices.choose(candidates, demand, prefill)
         if decode is None:
             return NoPlacement.FULL
         shares = step_targets(self._router).shares_workers(fastest_step_s(candidates))

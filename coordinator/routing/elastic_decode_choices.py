@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from baton.coordinator.routing.choices import DecodeChoice
+from baton.coordinator.routing.choices import DecodeChoice, PrefillChoice
 from baton.coordinator.routing.elastic_candidates import (
     Candidate,
     Demand,
@@ -16,6 +16,7 @@ from baton.coordinator.routing.elastic_candidates import (
 )
 from baton.coordinator.routing.prompt_demand import PromptDemand
 from baton.coordinator.routing.router import Router
+from baton.coordinator.routing.waiting_outputs import WaitingOutputs
 from baton.coordinator.routing.worker_load import WorkerLoad
 
 # Share of the ITL target that a decode step may take with one more decode: when prompts find free
@@ -52,11 +53,21 @@ class ElasticDecodeChoices:
     def __init__(self, router: Router, prompts: PromptDemand) -> None:
         self._router, self._prompts = router, prompts
         self._pressure = 0.0
+        self._waiting = WaitingOutputs()
 
-    def choose(self, candidates: list[Candidate], demand: Demand) -> DecodeChoice | None:
-        """Returns the best decode worker; None: no worker has room within the ITL target."""
-        added = demand.num_mean_tokens
-        fastest_s = fastest_step_s(candidates)
+    def choose(
+        self, candidates: list[Candidate], demand: Demand, prefill: PrefillChoice
+    ) -> DecodeChoice | None:
+        """Returns the best decode worker; None: no worker has room within the ITL target.
+
+        Args:
+            candidates: the workers to compare.
+            demand: needs of the request.
+            prefill: the worker that was chosen to compute the prompt.
+        """
+        added, fastest_s = demand.num_mean_tokens, fastest_step_s(candidates)
+        self._observe(candidates, demand, prefill, fastest_s)
+        share = self._waiting.counted_share
         itl_s = reachable_itl_s(demand.itl_s, fastest_s)
         longest_s = self.longest_step_s(demand, fastest_s)
         # With a limit of 0, every worker counts as needed, so the decodes are spread over all.
@@ -64,11 +75,14 @@ class ElasticDecodeChoices:
         limit_s = 0.0 if shares else itl_s * self._join_share(candidates, added)
         with_decodes = sorted(
             (candidate for candidate in candidates if candidate.load.num_decodes),
-            key=lambda one: -one.load.mean_itl_s(),
+            key=lambda one: -one.load.mean_itl_s(counted_share=share),
         )
         others = [candidate for candidate in candidates if not candidate.load.num_decodes]
         # Seconds of a step that the decodes need beyond the base of each worker that holds some.
-        left_s = sum(one.load.mean_itl_s() - one.load.single_step_s for one in with_decodes)
+        left_s = sum(
+            one.load.mean_itl_s(counted_share=share) - one.load.single_step_s
+            for one in with_decodes
+        )
         if with_decodes:
             fullest = with_decodes[0].load
             left_s += fullest.mean_itl_s(1, added) - fullest.mean_itl_s()
@@ -76,26 +90,27 @@ class ElasticDecodeChoices:
         # The kind of choice comes first in the cost. Kinds, the best first:
         # 0: a worker that is needed for the present decodes; the one with the shortest steps;
         # 1: another worker with decodes; the one with the longest steps;
-        # 2: a worker without decodes; the one with the shortest prefill queue;
+        # 2: a worker without decodes; the one with the shortest prefill queue, and among equal ones
+        #    the prefill worker, which needs no handoff;
         # 3: a worker whose steps become longer than limit_s; the one with the shortest steps;
         # 4: a worker whose batch outputs must be parked; core/dispatch.py then parks them.
-        best_cost = math.inf, math.inf
+        best_cost = math.inf, math.inf, False
         for candidate in (*with_decodes, *others):
             load = candidate.load
-            step_s = load.mean_itl_s(1, added)
+            step_s = load.mean_itl_s(1, added, share)
             is_needed = left_s > 0
             if load.num_decodes:
                 left_s -= limit_s - load.single_step_s
             if not self._router.has_room(load, demand.num_tokens + demand.num_output_tokens):
                 continue
             if not load.num_decodes:
-                cost = 2.0, load.queued_s(self._router.now)
+                cost = 2.0, load.queued_s(self._router.now), load.key != prefill.worker
             elif step_s <= limit_s:
-                cost = (0.0, step_s) if is_needed else (1.0, -step_s)
+                cost = (0.0, step_s, False) if is_needed else (1.0, -step_s, False)
             elif step_s <= longest_s or demand.must_place:
-                cost = 3.0, step_s
+                cost = 3.0, step_s, False
             elif not demand.is_batch and load.mean_itl_after_parking_s(1, added) <= itl_s:
-                cost = 4.0, step_s
+                cost = 4.0, step_s, False
             else:
                 continue
             if cost < best_cost:
@@ -116,9 +131,15 @@ class ElasticDecodeChoices:
         # parked and placed again all the time.
         return itl_s * _JOIN_SHARE if self._router.num_interactive else math.inf
 
-    def _join_share(self, candidates: list[Candidate], num_tokens: int) -> float:
-        """Share of the ITL target that a step may take after a decode of `num_tokens` joins."""
-        now, loads = self._router.now, (candidate.load for candidate in candidates)
+    def _observe(
+        self,
+        candidates: list[Candidate],
+        demand: Demand,
+        prefill: PrefillChoice,
+        fastest_s: float,
+    ) -> None:
+        """Updates the running means with the state at a placement; arguments as in `choose`."""
+        now, loads = self._router.now, [candidate.load for candidate in candidates]
         # Prompts of less than a step share the next step with the new prompt.
         busy = all(
             load.queued_s(now) > load.single_step_s
@@ -126,6 +147,20 @@ class ElasticDecodeChoices:
             if load.prompt_speed > _FAST_SPEED
         )
         self._pressure += (busy - self._pressure) * _PRESSURE_WEIGHT
+        model = loads[0].traits.latency.model
+        # On average, half of an output is there while it decodes.
+        num_output_tokens = 2 * max(1, demand.num_mean_tokens - demand.num_tokens)
+        step_s = max(fastest_s, min(demand.itl_s, 2 * fastest_s))
+        due_in_s = demand.due_in_s
+        self._waiting.observe(
+            loads,
+            prompt_s=model.chunk_s(0, prefill.num_work_tokens),
+            output_s=num_output_tokens * step_s,
+            due_share=prefill.predicted_s / due_in_s if due_in_s > 0 else 1.0,
+        )
+
+    def _join_share(self, candidates: list[Candidate], num_tokens: int) -> float:
+        """Share of the ITL target that a step may take after a decode of `num_tokens` joins."""
         idle = [one for one in candidates if not (one.load.num_decodes or one.load.num_prefills)]
         has_spare = len(idle) >= _NUM_SPARE and self._pressure < _SPARE_PRESSURE
         if has_spare or self._prompts_can_wait(candidates, num_tokens):

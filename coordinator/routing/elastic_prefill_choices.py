@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from baton.coordinator.routing.cache_fills import CacheFills
 from baton.coordinator.routing.choices import NoPlacement, PrefillChoice
 from baton.coordinator.routing.elastic_candidates import Candidate, Demand, ahead_s, step_targets
 from baton.coordinator.routing.router import Router
@@ -50,15 +51,21 @@ class ElasticPrefillChoices:
 
     Args:
         router: Router of the fleet's workers, with step targets.
+        cache_fills: What workers stored in their caches, which the owner adds.
     """
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
+    def __init__(self, router: Router, cache_fills: CacheFills) -> None:
+        self._router, self._cache_fills = router, cache_fills
 
     def choose(self, candidates: list[Candidate], demand: Demand) -> PrefillChoice | NoPlacement:
-        """Returns the best prefill worker, or why the request waits for it."""
+        """Returns the best prefill worker, or why the request waits for it.
+
+        Idle workers often have equal costs. The one that stored least in its cache lately is taken.
+        Otherwise the first workers would drop prefixes that are used again, while the caches of the
+        last ones stay nearly empty.
+        """
         options = tuple(self._options(candidates, demand))
-        best = min((one for one in options if one.has_room), key=_cost_s, default=None)
+        best = min((one for one in options if one.has_room), key=self._order, default=None)
         # If the best worker's queue is too long, no other worker is taken instead: the comparison
         # included this queue, and the other workers would still be later.
         if best is not None and self._has_short_queue(best.load, best.choice, demand):
@@ -73,6 +80,9 @@ class ElasticPrefillChoices:
             for one in options
         )
         return NoPlacement.FULL if lacks_room or not candidates else NoPlacement.BUSY
+
+    def _order(self, option: _Option) -> tuple[float, float]:
+        return option.cost_s, self._cache_fills.of(option.load.key)
 
     def _has_short_queue(self, load: WorkerLoad, choice: PrefillChoice, demand: Demand) -> bool:
         """Whether a prompt need not wait for the worker's queue in its lane."""
@@ -142,7 +152,3 @@ def _most_tokens_beside_late(candidates: list[Candidate], demand: Demand) -> flo
         return math.inf
     works = sorted(candidate.prefill.num_work_tokens for candidate in candidates)
     return _SMALL_SHARE * works[len(works) // 2]
-
-
-def _cost_s(option: _Option) -> float:
-    return option.cost_s

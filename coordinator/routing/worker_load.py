@@ -105,10 +105,19 @@ class WorkerLoad:
             len(self.decodes) + num_requests, self.decodes.reserved_tokens + num_tokens
         )
 
-    def mean_itl_s(self, num_requests: int = 0, num_tokens: int = 0) -> float:
-        """Predicted mean seconds per decode step; arguments as in `itl_with_s`."""
+    def mean_itl_s(
+        self, num_requests: int = 0, num_tokens: int = 0, counted_share: float = 1.0
+    ) -> float:
+        """Predicted mean seconds per decode step, of a share of the assigned decodes.
+
+        Args:
+            num_requests: number of decodes to add.
+            num_tokens: their KV tokens.
+            counted_share: share of the assigned decodes that count.
+        """
         return self.traits.latency.decode_step_s(
-            len(self.decodes) + num_requests, self.decodes.mean_tokens + num_tokens
+            counted_share * len(self.decodes) + num_requests,
+            counted_share * self.decodes.mean_tokens + num_tokens,
         )
 
     def mean_itl_after_parking_s(self, num_requests: int, num_tokens: int) -> float:

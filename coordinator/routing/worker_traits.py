@@ -31,7 +31,7 @@ class Latency(Protocol):
     @property
     def model(self) -> LatencyModel: ...
     def prefill_s(self, num_tokens: int) -> float: ...
-    def decode_step_s(self, num_requests: int, num_kv_tokens: int) -> float: ...
+    def decode_step_s(self, num_requests: float, num_kv_tokens: float) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,5 +150,5 @@ class _KindModel:
         num_more_steps = (num_tokens - 1) // self.chunk_tokens
         return model.prefill_s(num_tokens) + model.prefill_base_s * num_more_steps
 
-    def decode_step_s(self, num_requests: int, num_kv_tokens: int) -> float:
+    def decode_step_s(self, num_requests: float, num_kv_tokens: float) -> float:
         return self.registry.model(self.kind).decode_step_s(num_requests, num_kv_tokens)

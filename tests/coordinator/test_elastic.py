@@ -90,8 +90,13 @@ class Cell:
 
     @staticmethod
     def demand(num_tokens: int, **changes) -> Demand:
-        values = {"num_output_tokens": 100, "due_in_s": math.inf, "itl_s": ITL_S}
-        return Demand(num_tokens=num_tokens, num_mean_tokens=num_tokens, **(values | changes))
+        values = {
+            "num_output_tokens": 100,
+            "num_mean_tokens": num_tokens,
+            "due_in_s": math.inf,
+            "itl_s": ITL_S,
+        }
+        return Demand(num_tokens=num_tokens, **(values | changes))
 
     def start(
         self, num_tokens: int = 1000, *, computed: bool = True, due_at: float = math.inf, **demand
@@ -378,6 +383,29 @@ def test_a_late_prompt_joins_another_where_only_this_worker_holds_its_prefix():
     for name in "ab":
         cell.router.apply_cache(key(name), cluster_pb2.CacheEvents(stored=events.stored))
     assert cell.place(len(prompt), prompt, must_place=True) is BUSY
+
+
+@pytest.mark.parametrize(
+    ("num_output_tokens", "due_in_s", "decode"),
+    [
+        pytest.param(30, 0.7, "a", id="long urgent prompts"),
+        pytest.param(300, 0.7, "b", id="short prompts"),
+        pytest.param(30, 20.0, "b", id="prompts with time"),
+    ],
+)
+def test_outputs_that_wait_for_long_prompts_take_no_further_worker(
+    num_output_tokens, due_in_s, decode
+):
+    cell = Cell("a", "b")
+    add_decodes(cell, "a", MOST // 2)
+    for number in range(MOST // 2):
+        choice = DecodeChoice(key("a"), 0.0, 1000, 1)
+        cell.router.assign_decode(f"waits {number}", choice, num_mean_tokens=1000)
+    demand = {"num_mean_tokens": 3000 + num_output_tokens // 2, "due_in_s": due_in_s}
+    assert cell.place(3000, **demand).decode.worker == key("b")
+    for _ in range(200):
+        found = cell.place(3000, **demand)
+    assert found.decode.worker == key(decode)
 
 
 def test_prompts_take_longer_once_a_worker_decodes():

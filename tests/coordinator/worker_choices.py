@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from baton.coordinator.routing.cache_fills import CacheFills
 from baton.coordinator.routing.elastic_candidates import ElasticCandidates
 from baton.coordinator.routing.elastic_choices import ElasticChoices
 from baton.coordinator.routing.pool_choices import PoolChoices
@@ -18,4 +19,4 @@ def elastic_choices(
     router: Router, *, fetches: bool = True, prompts: PromptDemand | None = None
 ) -> ElasticChoices:
     candidates = ElasticCandidates(router, PrefixFetches(router, enabled=fetches))
-    return ElasticChoices(router, candidates, prompts or PromptDemand())
+    return ElasticChoices(router, candidates, prompts or PromptDemand(), CacheFills())
