@@ -37,7 +37,7 @@ from baton.engine.vllm_refusals import (
     refuse_states,
 )
 from baton.engine.vllm_worker_extension import WorkerExtension
-from baton.kvtransfer.connector.vllm_names import missing_attributes, require
+from baton.kvtransfer.connector.vllm_names import missing_attributes, missing_members, require
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime import affinity, worker_directory
 from baton.runtime.names import did_you_mean
@@ -373,7 +373,8 @@ def _fix_block_size(config: Any, backends: Sequence[Any]) -> None:
     if not backends or cache.user_specified_block_size or current_platform.is_cpu():
         return
     names = ["_preferred_block_size_for_backends"]
-    require(missing_attributes(current_platform, names), _FINGERPRINT_USES, error=EngineDead)
+    # The platform itself has every attribute: it returns None for a name that it does not know.
+    require(missing_members({type(current_platform): names}), _FINGERPRINT_USES, error=EngineDead)
     cache.block_size = current_platform._preferred_block_size_for_backends(
         backends, cache.DEFAULT_BLOCK_SIZE, config
     )

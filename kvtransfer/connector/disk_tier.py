@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.base import OffloadingWorker
 
 from baton.kvtransfer.connector.host_memory import HostBlocks, HostMemory, host_layers, host_pages
 from baton.kvtransfer.connector.step_report import StepReport
-from baton.kvtransfer.disk.directory import Found, rank_directory, scan
+from baton.kvtransfer.disk.directory import rank_directory, scan
 from baton.kvtransfer.disk.index import DiskIndex
 from baton.kvtransfer.disk.orders import BlockName, Order
 from baton.kvtransfer.disk.rank_disk import RankDisk
@@ -105,25 +105,15 @@ class DiskTier:
 
     def _scan(self, directory: Path, num_ranks: int, payload: int) -> None:
         try:
-            for found in scan(directory, num_ranks, payload):
-                self._take_over(found)
+            found = scan(directory, num_ranks, payload, _tell_slow_search)
         except OSError as error:
             self._found.put(([], 0, str(error)))
             return
-        self._found.put(None)
-
-    def _take_over(self, found: Found) -> None:
-        """Passes blocks to `poll`."""
         blocks = found.blocks
         for begin in range(0, max(1, len(blocks)), _FOUND_PER_STEP):
             num_wrong = 0 if begin else found.num_wrong
             self._found.put((blocks[begin : begin + _FOUND_PER_STEP], num_wrong, ""))
-        if not found.is_last:
-            _log.warning(
-                "the search for KV blocks of an earlier worker in kv_store.disk_dir has found %d "
-                "more and goes on; nothing is written there until it ends",
-                len(blocks),
-            )
+        self._found.put(None)
 
     @property
     def has_orders(self) -> bool:
@@ -154,6 +144,14 @@ class DiskTier:
         if counts.off:
             _log.warning("kv_store.disk_dir is not used any more: %s", counts.off)
         report.num_wrong_files, report.disk_failed = counts.num_wrong, bool(counts.off)
+
+
+def _tell_slow_search(num_found: int) -> None:
+    _log.warning(
+        "the search for KV blocks of an earlier worker in kv_store.disk_dir has found %d and goes "
+        "on; nothing is loaded or written there until it ends",
+        num_found,
+    )
 
 
 def make_rank_disk(

@@ -19,7 +19,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,8 +29,8 @@ from baton.v1 import kv_transfer_pb2
 
 # Most workers that share one directory.
 _MAX_WORKERS = 256
-# After this time, a search for the blocks of an earlier worker yields what it has found so far.
-_PART_S = 60.0
+# A search for the blocks of an earlier worker tells this often that it goes on.
+_TELL_EVERY_S = 60.0
 
 
 def namespace_of(fingerprint: kv_transfer_pb2.KvFingerprint, engine: str) -> bytes:
@@ -157,15 +157,15 @@ class Found:
     Attributes:
         blocks: Blocks of which every rank has its file, the last used one first.
         num_wrong: Files that were deleted because they are no whole block.
-        is_last: Whether the search has ended.
     """
 
     blocks: list[BlockName]
     num_wrong: int
-    is_last: bool
 
 
-def scan(directory: Path, num_ranks: int, payload_bytes: int) -> Iterator[Found]:
+def scan(
+    directory: Path, num_ranks: int, payload_bytes: int, on_wait: Callable[[int], None]
+) -> Found:
     """Finds the blocks of an earlier worker by the names and sizes of their files.
 
     Their content is verified when it is loaded. Files that are no whole block are deleted, and so
@@ -176,22 +176,20 @@ def scan(directory: Path, num_ranks: int, payload_bytes: int) -> Iterator[Found]
         directory: The worker's directory.
         num_ranks: Number of ranks.
         payload_bytes: Bytes of a rank's part of a block.
-
-    Yields:
-        The blocks found since the last time: all of them at the end, or a part about every _PART_S.
+        on_wait: Called about every minute with the number of blocks found so far. A slow disk may
+            need many minutes. Only the whole search knows which blocks were used last.
 
     Raises:
         OSError: The directory cannot be read.
     """
-    until = time.monotonic() + _PART_S
+    told_at = time.monotonic()
     found: list[tuple[float, BlockName]] = []
     num_wrong = 0
     ranks = [rank_directory(directory, rank) for rank in range(num_ranks)]
     for owner, group in sorted({place for rank in ranks for place in _groups(rank)}):
-        if time.monotonic() > until:
-            yield _found(found, num_wrong, is_last=False)
-            found, num_wrong = [], 0
-            until = time.monotonic() + _PART_S
+        if (now := time.monotonic()) > told_at + _TELL_EVERY_S:
+            on_wait(len(found))
+            told_at = now
         by_rank, num_before = [_files(rank / owner / group) for rank in ranks], len(found)
         for name in {name for files in by_rank for name in files}:
             block = BlockName.parse(owner, group, name)
@@ -213,12 +211,7 @@ def scan(directory: Path, num_ranks: int, payload_bytes: int) -> Iterator[Found]
         for one in os.scandir(rank):
             with contextlib.suppress(OSError):
                 os.rmdir(one)
-    yield _found(found, num_wrong, is_last=True)
-
-
-def _found(found: Sequence[tuple[float, BlockName]], num_wrong: int, *, is_last: bool) -> Found:
-    """Returns blocks, each given with its time of last use."""
-    return Found([block for _, block in sorted(found, reverse=True)], num_wrong, is_last)
+    return Found([block for _, block in sorted(found, reverse=True)], num_wrong)
 
 
 def _groups(rank: Path) -> Iterator[tuple[str, str]]:

@@ -50,8 +50,8 @@ class Store:
         self.now_s = 0.0
         self.index = DiskIndex(max_blocks, NUM_SLOTS // 2, NUM_RANKS, lambda: self.now_s)
         self.memory = np.zeros((NUM_RANKS, NUM_LAYERS, NUM_SLOTS, PAGE_BYTES), dtype=np.int8)
-        for before in scan(self.directory.path, NUM_RANKS, PAYLOAD_BYTES):
-            self.index.found(before.blocks, before.num_wrong)
+        before = scan(self.directory.path, NUM_RANKS, PAYLOAD_BYTES, lambda _: None)
+        self.index.found(before.blocks, before.num_wrong)
         self.num_wrong, self.off = 0, ""
         self.loaded_bytes, self.load_s = 0, 0.0
 

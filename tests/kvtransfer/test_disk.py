@@ -296,11 +296,30 @@ def test_the_bound_holds_although_a_slow_disk_is_searched_for_long(
         assert len(store.index) == (20 if restart else 0)
         assert all(store.write(written))
         assert len(store.files()) == 20 * NUM_RANKS
-        parts = list(scan(store.directory.path, NUM_RANKS, PAYLOAD_BYTES))
-        assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
-        assert len(parts) > 1
-        assert {one for part in parts for one in part.blocks} == set(written)
+        told: list[int] = []
+        found = scan(store.directory.path, NUM_RANKS, PAYLOAD_BYTES, told.append)
+        assert set(found.blocks) == set(written)
+        assert told == sorted(told)
+        assert told[-1] > 0
         store.close()
+
+
+def test_a_slow_search_keeps_what_was_used_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each look at a directory takes 40 s, and the blocks that were used last are found last."""
+    store = Store(tmp_path)
+    owners = [[block(number, f"tenant {tenant}") for number in range(5)] for tenant in range(2)]
+    owners.sort(key=lambda blocks: store.path(blocks[0], 0))
+    for age, blocks in zip((2000, 1000), owners, strict=True):
+        assert all(store.write(blocks))
+        for one, rank in itertools.product(blocks, range(NUM_RANKS)):
+            os.utime(store.path(one, rank), (5000 - age, 5000 - age))
+    store.close()
+    clock = itertools.count(0, 40)
+    monkeypatch.setattr(directory, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    after = Store(tmp_path, max_blocks=5)
+    after.step()
+    assert all(after.load(one) for one in owners[1])
+    assert len(after.files()) == 5 * NUM_RANKS
 
 
 def of_files(store: Store) -> set[Path]:
@@ -573,7 +592,7 @@ def test_a_killed_worker_leaves_only_whole_blocks(tmp_path: Path):
         for n in range(begin, begin + 200):
             store.load(block(n))
         assert store.num_wrong <= 2
-        (found,) = scan(store.directory.path, NUM_RANKS, PAYLOAD_BYTES)
+        found = scan(store.directory.path, NUM_RANKS, PAYLOAD_BYTES, lambda _: None)
         assert found.num_wrong == 0
         store.close()
 

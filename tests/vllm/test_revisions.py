@@ -117,7 +117,7 @@ def test_no_disk_is_used_if_vllms_keys_of_blocks_differ_after_a_start(
 def num_found(disk_dir: Path, namespace: str) -> int:
     """Starts a worker on a disk, which leaves a block there; returns how many it has found."""
     directory = DiskDirectory.open(disk_dir, bytes.fromhex(namespace), num_ranks=1)
-    (found,) = scan(directory.path, 1, PAYLOAD_BYTES)
+    found = scan(directory.path, 1, PAYLOAD_BYTES, lambda _: None)
     rank, block = rank_directory(directory.path, 0), BlockName(bytes(32), 1, owner_of(""))
     identity = Identity(bytes.fromhex(namespace), block.key, 0)
     pages = [memoryview(bytearray(PAYLOAD_BYTES))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -48,6 +48,24 @@ def test_assignments_are_found_in_the_code() -> None:
 
     names = ("assigned", "in_another", "not_assigned", "gone")
     assert missing_assignments({Known: names}) == ["Known.not_assigned", "Known.gone"]
+
+
+def test_a_gpu_platform_that_lacks_the_choice_of_the_block_size_is_refused(monkeypatch) -> None:
+    """vLLM's platform returns None for a name that it does not know."""
+    from baton.engine import vllm_config
+    from baton.engine.base import EngineDead
+
+    class Platform:
+        def is_cpu(self) -> bool:
+            return False
+
+        def __getattr__(self, name: str) -> None:
+            return None
+
+    monkeypatch.setattr(vllm_config, "current_platform", Platform())
+    cache = SimpleNamespace(user_specified_block_size=False)
+    with pytest.raises(EngineDead, match=r"lacks Platform\._preferred_block_size_for_backends"):
+        vllm_config._fix_block_size(SimpleNamespace(cache_config=cache), [object()])
 
 
 def test_attributes_of_instances_and_modules() -> None:
