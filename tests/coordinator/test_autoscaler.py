@@ -539,6 +539,12 @@ def test_a_long_prompt_counts_as_a_miss_where_its_target_could_be_met():
         assert (days.decisions[-1].prefill.needed > predicted) == is_paid_for
 
 
+def test_requests_without_work_worth_mentioning_are_never_late():
+    """The square of such a number is 0."""
+    works = [Work(1e-200), Work(0.0)]
+    assert queueing.share_late(1, 0.5, works, TtftTarget(0.5)) == 0.0
+
+
 def test_with_one_target_for_all_prompts_the_share_late_is_what_it_always_was():
     """The figures are those of the version before targets could grow with the prompt."""
     works, target = [Work(one, 9000) for one in (0.02, 0.3, 0.47, 0.7, 1.9)], TtftTarget(0.48)

@@ -11,6 +11,8 @@ from baton.runtime.ttft_target import TtftTarget
 
 # Upper limit of the computed number of workers.
 MOST = 4096
+# Requests with less work on average, in seconds, never wait for each other.
+_LEAST_WORK_S = 1e-9
 
 
 def erlang_c(num_workers: int, load: float) -> float:
@@ -56,7 +58,7 @@ def share_late(
         return 1.0
     mean = math.fsum(one.work_s for one in works) / len(works)
     squares = math.fsum(one.work_s * one.work_s for one in works) / len(works)
-    if not mean > 0:
+    if mean < _LEAST_WORK_S:
         return 0.0
     # Sum of the squared coefficients of variation of request sizes and of interarrival times.
     spread = squares / (mean * mean) - 1 + burstiness
