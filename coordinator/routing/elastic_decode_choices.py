@@ -66,7 +66,7 @@ class ElasticDecodeChoices:
             prefill: the worker that was chosen to compute the prompt.
         """
         added, fastest_s = demand.num_mean_tokens, fastest_step_s(candidates)
-        self._observe(candidates, demand, prefill, fastest_s)
+        self._observe(candidates)
         share = self._waiting.counted_share
         itl_s = reachable_itl_s(demand.itl_s, fastest_s)
         longest_s = self.longest_step_s(demand, fastest_s)
@@ -115,7 +115,10 @@ class ElasticDecodeChoices:
                 continue
             if cost < best_cost:
                 best, best_cost = candidate, cost
-        return decode_choice(best, demand) if best is not None else None
+        if best is None:
+            return None
+        self._count_waiting(candidates, demand, prefill, fastest_s)
+        return decode_choice(best, demand)
 
     def longest_step_s(self, demand: Demand, fastest_s: float) -> float:
         """Longest decode step for which a request is placed, unless it must be placed.
@@ -131,15 +134,9 @@ class ElasticDecodeChoices:
         # parked and placed again all the time.
         return itl_s * _JOIN_SHARE if self._router.num_interactive else math.inf
 
-    def _observe(
-        self,
-        candidates: list[Candidate],
-        demand: Demand,
-        prefill: PrefillChoice,
-        fastest_s: float,
-    ) -> None:
-        """Updates the running means with the state at a placement; arguments as in `choose`."""
-        now, loads = self._router.now, [candidate.load for candidate in candidates]
+    def _observe(self, candidates: list[Candidate]) -> None:
+        """Updates the pressure."""
+        now, loads = self._router.now, (candidate.load for candidate in candidates)
         # Prompts of less than a step share the next step with the new prompt.
         busy = all(
             load.queued_s(now) > load.single_step_s
@@ -147,6 +144,16 @@ class ElasticDecodeChoices:
             if load.prompt_speed > _FAST_SPEED
         )
         self._pressure += (busy - self._pressure) * _PRESSURE_WEIGHT
+
+    def _count_waiting(
+        self,
+        candidates: list[Candidate],
+        demand: Demand,
+        prefill: PrefillChoice,
+        fastest_s: float,
+    ) -> None:
+        """Records a placement for the estimate of waiting outputs; arguments as in `choose`."""
+        loads = [candidate.load for candidate in candidates]
         model = loads[0].traits.latency.model
         # On average, half of an output is there while it decodes.
         num_output_tokens = 2 * max(1, demand.num_mean_tokens - demand.num_tokens)
