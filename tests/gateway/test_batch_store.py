@@ -403,6 +403,47 @@ def test_a_caller_leaves_room_for_the_batches_of_others(tmp_path):
         assert batches.find(b"another", other.id) is not None
 
 
+def test_a_caller_does_not_push_out_the_batches_of_smaller_callers(tmp_path):
+    with opened(tmp_path, max_files=12) as (files, batches):
+        file_id, created = upload(files, lines("a")), []
+        for _ in range(6):
+            created.append(new_batch(batches, file_id))
+            validate(batches, created[-1])
+        small = [new_batch(batches, file_id, owner=b"small") for _ in range(4)]
+        for batch in (*small, *created):
+            batches.finish(batch.id, Status.EXPIRED, NOW_S)
+        with pytest.raises(StoreFull, match="10 batches are kept, 6 of them of this caller"):
+            new_batch(batches, file_id)
+        # One batch without result files is not enough, and stays.
+        assert files.delete(OWNER, batches.find(OWNER, created[0].id).error_file_id)
+        other = new_batch(batches, file_id, owner=b"other")
+        with pytest.raises(StoreFull, match="11 batches are kept, 6 of them of this caller"):
+            new_batch(batches, file_id)
+        kept = (*created, *small)
+        owners = [OWNER] * 6 + [b"small"] * 4
+        assert all(map(batches.find, owners, (batch.id for batch in kept)))
+        # A smaller caller pushes out the oldest batch of callers with more batches.
+        new_batch(batches, file_id, owner=b"other")
+        assert batches.find(OWNER, created[0].id) is None
+        assert all(map(batches.find, owners[1:], (batch.id for batch in kept[1:])))
+        assert batches.find(b"other", other.id) is not None
+
+
+def test_all_batches_that_must_go_are_deleted_together(tmp_path):
+    with opened(tmp_path, max_files=40) as (files, batches):
+        file_id = upload(files, lines("a"))
+        created = [new_batch(batches, file_id) for _ in range(24)]
+        for batch in created:
+            batches.finish(batch.id, Status.EXPIRED, NOW_S)
+        others = [new_batch(batches, file_id, owner=b"%d" % n) for n in range(12)]
+        new_batch(batches, file_id)
+        # With 24 - 4 + 1 batches of 33, this caller has three times the 7 that stay free.
+        assert [one.id for one in created if batches.find(OWNER, one.id) is None] == [
+            one.id for one in created[:4]
+        ]
+        assert all(batches.find(b"%d" % n, one.id) for n, one in enumerate(others))
+
+
 def test_chunks_that_a_full_disk_keeps_are_deleted_later(tmp_path):
     with opened(tmp_path) as (files, _):
         file_id = begin_upload(files, 3)
