@@ -327,26 +327,38 @@ class BatchStore:
     def _make_place(self, db: sqlite3.Connection, owner: bytes) -> None:
         """Deletes ended batches without result files, if this caller can have no batch otherwise.
 
-        The oldest batch of the caller with the most such batches goes first. Raises StoreFull.
+        Only batches of this caller and of callers with more batches are deleted, oldest first.
+        Raises StoreFull, and deletes nothing, if that is not enough.
         """
-        while True:
-            count, own = db.execute(
-                "SELECT count(*), count(*) FILTER (WHERE owner = ?) FROM batches", (owner,)
-            ).fetchone()
-            if is_fair(own + 1, self._config.max_files - count - 1):
-                return
-            deleted = db.execute(
-                "DELETE FROM batches WHERE seq = (SELECT min(seq) FROM batches "
-                "WHERE delete_at IS NOT NULL "
-                "AND NOT EXISTS (SELECT 1 FROM files WHERE batch_id = batches.id) "
-                "GROUP BY owner ORDER BY count(*) DESC LIMIT 1)"
+        count, own = db.execute(
+            "SELECT count(*), count(*) FILTER (WHERE owner = ?) FROM batches", (owner,)
+        ).fetchone()
+        num_own, num_free = own + 1, self._config.max_files - count - 1
+        if is_fair(num_own, num_free):
+            return
+        deleted = []
+        for row in db.execute(
+            "SELECT seq, owner FROM batches WHERE delete_at IS NOT NULL "
+            "AND NOT EXISTS (SELECT 1 FROM files WHERE batch_id = batches.id) "
+            "AND owner IN (SELECT owner FROM batches GROUP BY owner "
+            "HAVING owner = ? OR count(*) > ?) ORDER BY seq",
+            (owner, own),
+        ).fetchall():
+            deleted.append(row["seq"])
+            num_own -= row["owner"] == owner
+            num_free += 1
+            if is_fair(num_own, num_free):
+                break
+        else:
+            raise StoreFull(
+                f"{count} batches are kept, {own} of them of this caller; at most "
+                f"{self._config.max_files} (http.batches.max_files) for all callers: delete "
+                "the result files of ended batches"
             )
-            if not deleted.rowcount:
-                raise StoreFull(
-                    f"{count} batches are kept, {own} of them of this caller; at most "
-                    f"{self._config.max_files} (http.batches.max_files) for all callers: delete "
-                    "the result files of ended batches"
-                )
+        db.execute(
+            "DELETE FROM batches WHERE seq IN (SELECT value FROM json_each(?))",
+            (json.dumps(deleted),),
+        )
 
     def _end(self, db: sqlite3.Connection, batch_id: str, now: int) -> None:
         db.execute(

@@ -33,10 +33,6 @@ _VERSION = 2
 _FROM_VERSION_1 = """
 ALTER TABLE lines ADD COLUMN model_number INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE batches ADD COLUMN line_bytes INTEGER NOT NULL DEFAULT 0;
-DROP INDEX files_by_owner;
-CREATE INDEX files_by_owner ON files (owner, id);
-DROP INDEX batches_by_owner;
-CREATE INDEX batches_by_owner ON batches (owner, id);
 """
 # The write-ahead log is truncated to this after a checkpoint.
 _MAX_LOG_BYTES = 64 * 2**20

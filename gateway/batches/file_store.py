@@ -258,7 +258,10 @@ def is_fair(own: int, left: int) -> bool:
 
 
 def new_id(table: str) -> str:
-    """Returns an ID for a row of `files` or `batches`; by the system clock, IDs are ordered."""
+    """Returns an ID for a row of `files` or `batches`: the system clock in ns, and 4 random bytes.
+
+    IDs of databases of version 1 are random throughout.
+    """
     return f"{_PREFIXES[table]}{time.time_ns():016x}{secrets.token_hex(4)}"
 
 
@@ -282,7 +285,8 @@ def page_of(
 ) -> tuple[Sequence[sqlite3.Row], bool]:
     """Returns a page of an owner's rows in the order of their creation, and whether more follow.
 
-    `where` is a condition with `values` for its parameters. The row of `after` may be deleted.
+    `where` is a condition with `values` for its parameters. If the row of `after` is deleted, the
+    time in its ID says where the page begins.
 
     Raises:
         LookupError: `after` is no ID of such a row.
@@ -291,9 +295,19 @@ def page_of(
     if after is not None:
         if not re.fullmatch(f"{_PREFIXES[table]}[0-9a-f]{{24}}", after):
             raise LookupError(after)
-        where, values = f"{where} AND id {'>' if ascending else '<'} ?", [*values, after]
+        last = db.execute(
+            f"SELECT seq FROM {table} WHERE owner = ? AND id = ?", (owner, after)
+        ).fetchone()
+        sign = ">" if ascending else "<"
+        if last is not None:
+            where, values = f"{where} AND seq {sign} ?", [*values, last["seq"]]
+        else:
+            created_at = int(after.removeprefix(_PREFIXES[table])[:16], 16) // 10**9
+            where = f"{where} AND (created_at, id) {sign} (?, ?)"
+            values = [*values, created_at, after]
     found = db.execute(
-        f"SELECT * FROM {table} WHERE {where} ORDER BY id {'ASC' if ascending else 'DESC'} LIMIT ?",
+        f"SELECT * FROM {table} WHERE {where} ORDER BY seq {'ASC' if ascending else 'DESC'} "
+        "LIMIT ?",
         [*values, limit + 1],
     ).fetchall()
     return found[:limit], len(found) > limit

@@ -16,7 +16,7 @@ CREATE TABLE files (
     -- Whether it has the lines that succeeded, or the others.
     succeeded INTEGER
 );
-CREATE INDEX files_by_owner ON files (owner, id);
+CREATE INDEX files_by_owner ON files (owner, seq);
 CREATE INDEX files_by_expiry ON files (expires_at);
 CREATE INDEX files_by_batch ON files (batch_id);
 
@@ -67,7 +67,7 @@ CREATE TABLE batches (
     output_tokens INTEGER NOT NULL DEFAULT 0,
     reasoning_tokens INTEGER NOT NULL DEFAULT 0
 );
-CREATE INDEX batches_by_owner ON batches (owner, id);
+CREATE INDEX batches_by_owner ON batches (owner, seq);
 CREATE INDEX open_batches ON batches (expires_at) WHERE delete_at IS NULL;
 CREATE INDEX ended_batches ON batches (delete_at) WHERE delete_at IS NOT NULL;
 

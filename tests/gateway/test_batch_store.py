@@ -37,12 +37,12 @@ def begin_upload(files, num_bytes, owner=OWNER):
     return file_id
 
 
-def file_object(file_id, num_bytes):
+def file_object(file_id, num_bytes, created_at=NOW_S):
     return FileObject(
         id=file_id,
         object="file",
         bytes=num_bytes,
-        created_at=NOW_S,
+        created_at=created_at,
         expires_at=NOW_S + 1000,
         filename="a",
         purpose="batch",
@@ -50,9 +50,9 @@ def file_object(file_id, num_bytes):
     )
 
 
-def upload(files, *chunks, owner=OWNER):
+def upload(files, *chunks, owner=OWNER, created_at=NOW_S):
     num_bytes = sum(map(len, chunks))
-    file = file_object(begin_upload(files, num_bytes, owner), num_bytes)
+    file = file_object(begin_upload(files, num_bytes, owner), num_bytes, created_at)
     for number, data in enumerate(chunks):
         files.add_chunk(file.id, number, data)
     files.finish_upload(owner, file)
@@ -403,6 +403,47 @@ def test_a_caller_leaves_room_for_the_batches_of_others(tmp_path):
         assert batches.find(b"another", other.id) is not None
 
 
+def test_a_caller_does_not_push_out_the_batches_of_smaller_callers(tmp_path):
+    with opened(tmp_path, max_files=12) as (files, batches):
+        file_id, created = upload(files, lines("a")), []
+        for _ in range(6):
+            created.append(new_batch(batches, file_id))
+            validate(batches, created[-1])
+        small = [new_batch(batches, file_id, owner=b"small") for _ in range(4)]
+        for batch in (*small, *created):
+            batches.finish(batch.id, Status.EXPIRED, NOW_S)
+        with pytest.raises(StoreFull, match="10 batches are kept, 6 of them of this caller"):
+            new_batch(batches, file_id)
+        # One batch without result files is not enough, and stays.
+        assert files.delete(OWNER, batches.find(OWNER, created[0].id).error_file_id)
+        other = new_batch(batches, file_id, owner=b"other")
+        with pytest.raises(StoreFull, match="11 batches are kept, 6 of them of this caller"):
+            new_batch(batches, file_id)
+        kept = (*created, *small)
+        owners = [OWNER] * 6 + [b"small"] * 4
+        assert all(map(batches.find, owners, (batch.id for batch in kept)))
+        # A smaller caller pushes out the oldest batch of callers with more batches.
+        new_batch(batches, file_id, owner=b"other")
+        assert batches.find(OWNER, created[0].id) is None
+        assert all(map(batches.find, owners[1:], (batch.id for batch in kept[1:])))
+        assert batches.find(b"other", other.id) is not None
+
+
+def test_all_batches_that_must_go_are_deleted_together(tmp_path):
+    with opened(tmp_path, max_files=40) as (files, batches):
+        file_id = upload(files, lines("a"))
+        created = [new_batch(batches, file_id) for _ in range(24)]
+        for batch in created:
+            batches.finish(batch.id, Status.EXPIRED, NOW_S)
+        others = [new_batch(batches, file_id, owner=b"%d" % n) for n in range(12)]
+        new_batch(batches, file_id)
+        # With 24 - 4 + 1 batches of 33, this caller has three times the 7 that stay free.
+        assert [one.id for one in created if batches.find(OWNER, one.id) is None] == [
+            one.id for one in created[:4]
+        ]
+        assert all(batches.find(b"%d" % n, one.id) for n, one in enumerate(others))
+
+
 def test_chunks_that_a_full_disk_keeps_are_deleted_later(tmp_path):
     with opened(tmp_path) as (files, _):
         file_id = begin_upload(files, 3)
@@ -491,18 +532,81 @@ def test_only_moves_in_the_table_are_possible():
                     advance(old, new)
 
 
+def become_version_1(db):
+    db.execute("ALTER TABLE lines DROP COLUMN model_number")
+    db.execute("ALTER TABLE batches DROP COLUMN line_bytes")
+    db.execute("PRAGMA user_version = 1")
+
+
 def test_a_database_of_an_earlier_version_goes_on(tmp_path):
     with opened(tmp_path) as (files, batches):
         batch = new_batch(batches, upload(files, lines("a", "b")))
         validate(batches, batch)
     with sqlite3.connect(tmp_path / "batches.sqlite") as db:
-        db.execute("ALTER TABLE lines DROP COLUMN model_number")
-        db.execute("ALTER TABLE batches DROP COLUMN line_bytes")
-        db.execute("PRAGMA user_version = 1")
+        become_version_1(db)
     db.close()
     with opened(tmp_path) as (files, batches):
         assert batches.model_numbers(batch.id) == [0]
         assert [line.custom_id for line in batches.next_lines(batch.id, 0, 0)] == ["a", "b"]
+
+
+def listed(page):
+    """Returns the IDs of all pages of at most 2 rows; `page` gets `after`."""
+    found, more = [], True
+    while more:
+        rows, more = page(found[-1] if found else None)
+        found += [row.id for row in rows]
+    return found
+
+
+@pytest.mark.parametrize("first_digits", ["fedc", "0123"])
+def test_rows_of_an_earlier_version_are_listed_in_the_order_of_creation(tmp_path, first_digits):
+    """The IDs of version 1 have no time in them."""
+    with opened(tmp_path) as (files, batches):
+        for _ in range(4):
+            new_batch(batches, upload(files, lines("a")))
+    old = [digit * 24 for digit in first_digits]
+    with sqlite3.connect(tmp_path / "batches.sqlite") as db:
+        for seq, digits in enumerate(old, 1):
+            # They have been created in the same second.
+            for table, prefix in (("files", "file-"), ("batches", "batch_")):
+                db.execute(
+                    f"UPDATE {table} SET id = ?, created_at = 1000 WHERE seq = ?",
+                    (f"{prefix}{digits}", seq),
+                )
+        become_version_1(db)
+    db.close()
+    with opened(tmp_path) as (files, batches):
+        new_files = [upload(files, lines("a")) for _ in range(3)]
+        new_batches = [new_batch(batches, new_files[0]).id for _ in range(3)]
+        all_files = [*(f"file-{digits}" for digits in old), *new_files]
+        all_batches = [*(f"batch_{digits}" for digits in old), *new_batches]
+        assert listed(lambda after: batches.page(OWNER, after, 2)) == all_batches[::-1]
+        for ascending, expected in ((True, all_files), (False, all_files[::-1])):
+
+            def page(after, ascending=ascending):
+                return files.page(OWNER, after, 2, NOW_S, ascending=ascending)
+
+            assert listed(page) == expected
+
+
+@pytest.mark.parametrize("ascending", [True, False])
+def test_a_page_after_a_deleted_file_goes_on_where_the_file_was(tmp_path, monkeypatch, ascending):
+    # The first three files have the same second.
+    times = iter(NOW_S * 10**9 + ns for ns in (1, 2, 3, 10**9, 2 * 10**9))
+    with opened(tmp_path) as (files, _):
+        names = []
+        for time_ns in times:
+            monkeypatch.setattr(file_store.time, "time_ns", lambda now=time_ns: now)
+            names.append(upload(files, b"a", created_at=time_ns // 10**9))
+        monkeypatch.undo()
+        # Every second file stays.
+        for name in names[1::2]:
+            assert files.delete(OWNER, name)
+        for number in (1, 3):
+            found, _ = files.page(OWNER, names[number], 10, NOW_S, ascending=ascending)
+            rest = names[number + 1 :: 2] if ascending else names[number - 1 :: -2]
+            assert [file.id for file in found] == rest
 
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path):
