@@ -36,9 +36,10 @@ class Reservations:
     The room counts as taken only during the round, so that load and predictions do not change.
 
     Interactive requests lose little to the batch lane. A reservation begins when the lane is owed
-    at least the tokens of the request's prompt. While the worker's outputs end one by one, half of the reserved room is
-    unused on average. With a share of s for the batch lane, that is at most about s / (2 - 2 s) of
-    the KV room of all workers: where outputs take longer to end, owed tokens also grow more slowly.
+    at least the tokens of the request's prompt. While the worker's outputs end one by one, half of
+    the reserved room is unused on average. With a share of s for the batch lane, that is at most
+    about s / (2 - 2 s) of the KV room of all workers: where outputs take longer to end, owed tokens
+    also grow more slowly.
     """
 
     def __init__(self, config: CoreConfig, workers: WorkerRegistry, placers: Placers) -> None:
