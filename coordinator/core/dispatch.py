@@ -14,6 +14,7 @@ from baton.coordinator.routing.choices import NoPlacement, Placement
 from baton.coordinator.routing.placement import Placer
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.lanes import lane_config
 from baton.coordinator.state.pools import ROLE_OF
 from baton.coordinator.state.requests import Request, RequestState
@@ -59,7 +60,12 @@ class Dispatcher:
             Whether another round is due: batch requests were parked, which freed room.
         """
         room_at = math.inf
+        # The first interrupted request of each fleet that could not be placed.
+        interrupted = dict[Fleet, Request]()
         for request in self._lifecycle.lanes.candidates() if len(self._lifecycle.lanes) else ():
+            if not request.goes_first and request.fleet in interrupted:
+                # Other interrupted requests have been tried. New ones leave it some room.
+                self._reservations.reserve_beside(interrupted.pop(request.fleet))
             if self._settled(request, now) or self._adoption.may_return(request):
                 continue
             if self._rollouts.is_gone(request.fleet):
@@ -77,7 +83,9 @@ class Dispatcher:
                 placement = placer.place(request)
             if isinstance(placement, NoPlacement):
                 room_at = min(room_at, placer.room_at(request))
-                if self._lifecycle.lanes.is_due(request):
+                if request.goes_first:
+                    interrupted.setdefault(request.fleet, request)
+                elif self._lifecycle.lanes.is_due(request):
                     self._reservations.reserve(request)
                 if self._never_fits_beside(placer, request):
                     self._lifecycle.lanes.skip(request.fleet)
@@ -131,15 +139,22 @@ class Dispatcher:
             # A suspect needs a worker without unanswered requests. If new requests went to all
             # workers meanwhile, there would never be one.
             return True
+        if request.goes_first:
+            is_first = self._has_batch_prompt(request) and placer.has_room(request)
+        else:
+            is_first = self._lifecycle.lanes.is_due(request)
         # Each time room becomes free, an interactive prompt would take it.
-        return self._lifecycle.lanes.is_due(request) and placer.takes_only_interactive(request)
+        return is_first and placer.takes_only_interactive(request)
+
+    def _has_batch_prompt(self, request: Request) -> bool:
+        long_prompt_tokens = self._config.lanes.long_prompt_tokens
+        return request.submission.ordered_in(long_prompt_tokens) == common_pb2.LANE_BATCH
 
     def _made_room(
         self, placer: Placer, request: Request, placement: Placement | NoPlacement, now: float
     ) -> bool:
         """Parks a batch prompt if that makes room for the request; returns whether it did."""
-        long_prompt_tokens = self._config.lanes.long_prompt_tokens
-        if request.submission.ordered_in(long_prompt_tokens) == common_pb2.LANE_BATCH:
+        if self._has_batch_prompt(request):
             return False
         found = placer.batch_prompts.to_park(placement)
         batch = self._lifecycle.requests.get(found) if found is not None else None

@@ -1,8 +1,9 @@
-"""Reservations: KV room on decode workers that other requests must leave to one of the batch lane.
+"""Reservations: KV room on decode workers that other requests must leave to one that needs much.
 
 A request that needs much KV room could wait for ever: others would take each block that becomes
 free. Once the batch lane is owed the tokens of its next request, a worker therefore gets no output
-that would take this room.
+that would take this room. The same holds for an interrupted request, while other workers can take
+the outputs of new requests.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ class Reservations:
 
     The room counts as taken only during the round, so that load and predictions do not change.
 
-    Interactive requests lose little. A reservation begins when the lane is owed at least the tokens
-    of the request's prompt. While the worker's outputs end one by one, half of the reserved room is
-    unused on average. With a share of s for the batch lane, that is at most about s / (2 - 2 s) of
-    the KV room of all workers: where outputs take longer to end, owed tokens also grow more slowly.
+    Interactive requests lose little to the batch lane. A reservation begins when the lane is owed
+    at least the tokens of the request's prompt. While the worker's outputs end one by one, half of
+    the reserved room is unused on average. With a share of s for the batch lane, that is at most
+    about s / (2 - 2 s) of the KV room of all workers: where outputs take longer to end, owed tokens
+    also grow more slowly.
     """
 
     def __init__(self, config: CoreConfig, workers: WorkerRegistry, placers: Placers) -> None:
@@ -46,16 +48,26 @@ class Reservations:
         # The reservations of the last round that had any.
         self._latest: dict[Fleet, _Reservation] = {}
 
+    def reserve_beside(self, request: Request) -> None:
+        """Like `reserve`, for an interrupted request, if others have another decode worker."""
+        router = self._placers.of(request.fleet).router
+        if router.loads.open_decode.bit_count() > 1:
+            self.reserve(request)
+
     def reserve(self, request: Request) -> None:
         """Reserves room for a request that was not placed, if it lacks KV room.
+
+        Does nothing if another request of its fleet has a reservation in this round.
 
         The same worker is reserved in each round, also once it has the room: the request may wait
         for something else then.
 
         Args:
-            request: The request; no request of its fleet has a reservation in this round.
+            request: The request.
         """
         fleet = request.fleet
+        if fleet in self._reserved:
+            return
         router = self._placers.of(fleet).router
         needs = RequestNeeds(self._config, fleet.workers, self._placers.outputs)
         if needs.most_output_tokens(request.submission) == 1:

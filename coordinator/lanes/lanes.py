@@ -91,7 +91,7 @@ class Lanes:
         self.waits = LaneWaits(config, self._tenants, self._fleets, self._limits, self._places)
         self._num_pushed = 0
         self.now = 0.0
-        # Queues whose first request could not be placed in this round.
+        # Queues that yield no more requests in this round.
         self._skipped: set[LaneQueue | InterruptedQueue] = set()
 
     def __len__(self) -> int:
@@ -188,21 +188,22 @@ class Lanes:
 
         A request that still waits when the next one is requested could not be placed. Its queue is
         then skipped for the rest of the round, because a request after it must not take its place.
-        Other queues continue, except that nothing goes before an interrupted request in its lane.
+        Other queues continue. Interrupted requests go first but hold up no others, because one that
+        fits nowhere would stop all until it fails.
         """
-        self._skipped.clear()
+        self._begin_round()
         try:
             while (entry := self._next()) is not None:
                 lane_queue, is_interrupted = entry.queue.lane_queue, entry.is_interrupted
                 yield entry.request
                 if not entry.is_queued or entry.queue.lane_queue is not lane_queue:
                     continue
-                self._skipped.add(lane_queue)
                 if is_interrupted:
-                    queues = lane_queue.fleet_queues
-                    self._skipped.update((queues.interrupted, queues.interactive, queues.late))
+                    lane_queue.fleet_queues.interrupted.pass_over(entry)
+                else:
+                    self._skipped.add(lane_queue)
         finally:
-            self._skipped.clear()
+            self._begin_round()
 
     def defer(self, request: Request) -> None:
         """Moves a waiting interactive request after all others: it cannot be in time any more.
@@ -334,6 +335,11 @@ class Lanes:
 
     # ---- Turns
 
+    def _begin_round(self) -> None:
+        self._skipped.clear()
+        for queues in self._fleets.values():
+            queues.interrupted.begin_round()
+
     def _next(self) -> QueueEntry | None:
         """Returns the oldest of the fleets' next entries."""
         found = None
@@ -344,9 +350,11 @@ class Lanes:
         return found
 
     def _next_of(self, queues: FleetQueues) -> QueueEntry | None:
-        interrupted = queues.interrupted.first()
-        if interrupted is not None and queues.interrupted not in self._skipped:
-            return interrupted
+        if len(queues.interrupted) and queues.interrupted not in self._skipped:
+            interrupted = queues.interrupted.first()
+            if interrupted is not None:
+                return interrupted
+            self._skipped.add(queues.interrupted)
         interactive = self._head(queues.interactive) or self._head(queues.late)
         batch = self._head(queues.batch)
         if interactive is None or batch is None:

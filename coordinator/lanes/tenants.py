@@ -141,20 +141,32 @@ class TenantQueue(Account):
         return self.work_us - sum(entry.work_us for entry in after)
 
 
+def _room_needs(request: Request) -> tuple[int, float]:
+    """Returns the tokens that a request has, and the limit of its further output."""
+    sampling, num_more = request.submission.sampling, math.inf
+    if sampling.HasField("max_tokens"):
+        num_more = sampling.max_tokens - len(request.token_ids)
+    return request.num_tokens, num_more
+
+
 class InterruptedQueue:
     """Interactive requests of all tenants that wait with a part of their output, by arrival.
 
     They go before all other requests, because they ran before: no share of tokens and no limit of
     their lane holds them back, and twice the limit of their tenant does (Tenant.may_continue).
 
+    A request that cannot be placed does not hold up those after it.
+
     Attributes:
         work_us: Prefill work that waits, in integer microseconds.
     """
 
-    __slots__ = ("_entries", "work_us")
+    __slots__ = ("_entries", "_unplaced", "work_us")
 
     def __init__(self) -> None:
         self._entries: list[QueueEntry] = []
+        # The needs of requests that could not be placed in this round.
+        self._unplaced: list[tuple[int, float]] = []
         self.work_us = 0
 
     def __len__(self) -> int:
@@ -164,8 +176,27 @@ class InterruptedQueue:
         return iter(self._entries)
 
     def first(self) -> QueueEntry | None:
-        """Returns the request that arrived first and may run; None if none waits."""
-        return next((one for one in self._entries if one.queue.tenant.may_continue), None)
+        """Returns the first request by arrival that may run and is not passed over; or None.
+
+        A request is passed over if one that needs no more room could not be placed in this round.
+        A round thus tries few of many requests.
+        """
+        may_run = (one for one in self._entries if one.queue.tenant.may_continue)
+        return next((one for one in may_run if not self._is_passed_over(one)), None)
+
+    def pass_over(self, entry: QueueEntry) -> None:
+        """A request could not be placed: it is not tried again before `begin_round`."""
+        self._unplaced.append(_room_needs(entry.request))
+
+    def begin_round(self) -> None:
+        """All requests may be tried again."""
+        self._unplaced.clear()
+
+    def _is_passed_over(self, entry: QueueEntry) -> bool:
+        if not self._unplaced:
+            return False
+        num_tokens, num_more = _room_needs(entry.request)
+        return any(num_tokens >= tokens and num_more >= more for tokens, more in self._unplaced)
 
     def push(self, entry: QueueEntry) -> None:
         insort(self._entries, entry, key=_order)

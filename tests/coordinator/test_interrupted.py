@@ -19,9 +19,9 @@ LONG = {"max_tokens": 500}
 def make(new_world, out):
     """Factory of a world whose two decode workers take one request each."""
 
-    def make(**changes):
+    def make(hello=None, **changes):
         silent = dict.fromkeys(("worker_timeout_s", "worker_silent_s", "worker_stuck_s"), 1e6)
-        world = pairs(new_world(**{"max_decode_requests": 1, **silent, **changes}))
+        world = pairs(new_world(**{"max_decode_requests": 1, **silent, **changes}), **(hello or {}))
         # Requests of an earlier coordinator are no longer expected.
         world.after(10.0)
 
@@ -144,3 +144,39 @@ def test_a_claim_to_continue_an_output_does_not_get_around_limits(make):
     resume(world, running, request_id="other")
     assert world.core.request(job.id).state is RequestState.QUEUED
     assert world.core.request("other").state is RequestState.QUEUED
+
+
+@pytest.mark.parametrize("long_prompt_tokens", [0, 600])
+def test_a_stream_that_fits_nowhere_holds_up_no_others(make, long_prompt_tokens):
+    """Neither interrupted streams after it nor new requests."""
+    capacity = cluster_pb2.Capacity(
+        kv_tokens=1024,
+        block_size_tokens=16,
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+        max_send_bytes=2**30,
+        max_receive_bytes=2**30,
+        supports_forced_tokens=True,
+        keeps_prefixes=True,
+    )
+    lanes = LanesConfig(long_prompt_tokens=long_prompt_tokens)
+    world = make(
+        {"capacity": capacity},
+        lanes=lanes,
+        max_decode_requests=64,
+        max_prefill_requests=16,
+    )
+    brief = {"max_tokens": 20}
+    large = world.begin(session=1, num_prompt=700, tenant="a", sampling=brief)
+    world.begin(session=2, num_prompt=500, tenant="b", sampling=brief)
+    small = [
+        world.begin(session=session, num_prompt=20, tenant=f"c{session}", sampling=brief)
+        for session in range(3, 9)
+    ]
+    with_large = [one for one in small if one.decode == large.decode]
+    assert with_large
+    die(world, large)
+    new = world.submit(9, num_prompt=20, tenant="d")
+    started = next(one for one in world.core.running() if one.submission.to == new)
+    assert large.waits
+    assert not any(one.waits for one in [*with_large, started])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from array import array
 
 import pytest
@@ -115,7 +116,8 @@ class LanesMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def round(self, data):
-        passed: set[int | str] = set()
+        passed: set[int] = set()
+        unplaced: list[int] = []
         offered: set[str] = set()
         for one in self.lanes.candidates():
             lane = self.ordered_in(one)
@@ -124,7 +126,12 @@ class LanesMachine(RuleBasedStateMachine):
             assert one.id not in offered
             offered.add(one.id)
             first = [other for other in self.waiting if self.goes_first(other)]
-            if first and "first" not in passed and (able := list(filter(self.can_run, first))):
+            able = [
+                other
+                for other in first
+                if self.can_run(other) and other.num_tokens < min(unplaced, default=math.inf)
+            ]
+            if able:
                 assert one is min(able, key=lambda other: other.submission.arrived_at)
             else:
                 assert lane not in passed
@@ -135,12 +142,18 @@ class LanesMachine(RuleBasedStateMachine):
                 self.waiting.remove(one)
                 self.running.append(one)
                 self.lanes.dispatched(one, one.num_prompt_tokens)
+            elif one in first:
+                # Requests that need no less are passed over.
+                unplaced.append(one.num_tokens)
             else:
-                passed |= {lane, INTERACTIVE, "first"} if one in first else {lane}
+                passed.add(lane)
         # Every request that could have run was yielded.
         for one in self.waiting:
-            lane = "first" if self.goes_first(one) else self.ordered_in(one)
-            assert not self.can_run(one) or lane in passed
+            if self.goes_first(one):
+                is_passed = one.num_tokens >= min(unplaced, default=math.inf)
+            else:
+                is_passed = self.ordered_in(one) in passed
+            assert is_passed or not self.can_run(one)
 
     def assert_first_of_its_tenant(self, one: Request) -> None:
         mine = [

@@ -8,12 +8,12 @@ from baton.v1 import cluster_pb2, common_pb2
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 
 
-def pairs(world):
-    """Attaches two workers to each pool."""
+def pairs(world, **changes):
+    """Attaches two workers to each pool; `changes` are fields of the decode workers' hellos."""
     for name in ("p", "p2"):
         world.attach(name, PREFILL)
     for name in ("d", "d2"):
-        world.attach(name, DECODE)
+        world.attach(name, DECODE, **changes)
     return world
 
 
