@@ -18,7 +18,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from vllm.config import ProfilerConfig, set_current_vllm_config
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
-from vllm.platforms import current_platform
+from vllm.platforms import Platform, current_platform
 from vllm.utils.cpu_resource_utils import parse_id_list
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm.v1.attention.selector import get_attn_backend
@@ -373,8 +373,8 @@ def _fix_block_size(config: Any, backends: Sequence[Any]) -> None:
     if not backends or cache.user_specified_block_size or current_platform.is_cpu():
         return
     names = ["_preferred_block_size_for_backends"]
-    # The platform itself has every attribute: it returns None for a name that it does not know.
-    require(missing_members({type(current_platform): names}), _FINGERPRINT_USES, error=EngineDead)
+    # An instance has every attribute: it returns None for a name that it does not know.
+    require(missing_members({Platform: names}), _FINGERPRINT_USES, error=EngineDead)
     cache.block_size = current_platform._preferred_block_size_for_backends(
         backends, cache.DEFAULT_BLOCK_SIZE, config
     )

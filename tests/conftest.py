@@ -53,6 +53,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_PROOFS] = {}
+    # Shells start background jobs with SIGINT ignored, and the processes of tests inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     path = config.getoption("--proofs")
     # With pytest-xdist, the process that starts the others has all reports.
     if path is not None and not hasattr(config, "workerinput"):

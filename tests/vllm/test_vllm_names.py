@@ -62,6 +62,7 @@ def test_a_gpu_platform_that_lacks_the_choice_of_the_block_size_is_refused(monke
         def __getattr__(self, name: str) -> None:
             return None
 
+    monkeypatch.setattr(vllm_config, "Platform", Platform)
     monkeypatch.setattr(vllm_config, "current_platform", Platform())
     cache = SimpleNamespace(user_specified_block_size=False)
     with pytest.raises(EngineDead, match=r"lacks Platform\._preferred_block_size_for_backends"):
