@@ -9,6 +9,7 @@ from time import monotonic
 
 from baton.engine.base import EngineOutput, EngineRequest, Finish, Logprob
 from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
+from baton.runtime.durations import to_seconds
 from baton.runtime.errors import BatonError, Internal, Unavailable
 from baton.runtime.request_digest import request_digest
 from baton.runtime.request_targets import due_in_s, own_itl_s
@@ -119,7 +120,7 @@ class Attempt:
         return ReceiveHandoff(
             plan.handoff_id,
             plan.num_tokens,
-            max(0.0, plan.timeout.ToNanoseconds() / 1e9 - self.own_load_s),
+            max(0.0, to_seconds(plan.timeout) - self.own_load_s),
             plan.skip_tokens,
             is_fetch=True,
         )

@@ -144,9 +144,7 @@ class ElasticCandidates:
         return candidates
 
     def _prefill(self, load: WorkerLoad, held: HeldPrefix, demand: Demand) -> PrefillChoice:
-        size = load.traits.block_size_tokens
-        # The last token is always computed, because the next token is sampled from its logits.
-        hits = load.traits.hits(held, (demand.num_tokens - 1) // size * size)
+        hits = load.traits.hits(held, load.traits.reusable_tokens(demand.num_tokens))
         num_new = demand.num_tokens - hits.num_tokens
         work_s = load.prompt_work_s(num_new, self._router.now)
         load_s = load.tier_load_s(hits, self._router.now)

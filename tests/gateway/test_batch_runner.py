@@ -180,13 +180,8 @@ class Held:
         await asyncio.wait_for(self.begun[name].wait(), WAIT_S)
 
 
-async def test_a_batch_stops_although_its_lines_are_being_cancelled_already(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner_module, "_RETRY_S", 0.0)
-    cancelling, may_end, again = (asyncio.Event() for _ in range(3))
-    begun = set()
-
-    def fail(name):
-        raise OSError("the disk is full")
+def calling(fail):
+    """Returns a preparation of the database that calls a function when a line changes."""
 
     def prepare(db):
         db.create_function("fail", 1, fail)
@@ -194,6 +189,17 @@ async def test_a_batch_stops_although_its_lines_are_being_cancelled_already(tmp_
             "CREATE TEMP TRIGGER failing BEFORE UPDATE ON lines "
             "BEGIN SELECT fail(NEW.custom_id); END"
         )
+
+    return prepare
+
+
+async def test_a_batch_stops_although_its_lines_are_being_cancelled_already(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner_module, "_RETRY_S", 0.0)
+    cancelling, may_end, again = (asyncio.Event() for _ in range(3))
+    begun = set()
+
+    def fail(name):
+        raise OSError("the disk is full")
 
     async def route(scope, receive, send):
         name = await name_in(receive)
@@ -210,7 +216,7 @@ async def test_a_batch_stops_although_its_lines_are_being_cancelled_already(tmp_
             cancelling.set()
             await may_end.wait()
 
-    async with running(tmp_path, route, prepare=prepare) as runner:
+    async with running(tmp_path, route, prepare=calling(fail)) as runner:
         await submit(runner, "a-1", "a-2")
         await asyncio.wait_for(cancelling.wait(), WAIT_S)
         stopping = asyncio.create_task(runner.stop())
@@ -232,15 +238,8 @@ async def test_a_line_cancelled_before_its_first_step_gives_its_slot_back(tmp_pa
             may_fail.wait(WAIT_S)
             raise OSError("of this test")
 
-    def prepare(db):
-        db.create_function("fail", 1, fail)
-        db.execute(
-            "CREATE TEMP TRIGGER failing BEFORE UPDATE ON lines "
-            "BEGIN SELECT fail(NEW.custom_id); END"
-        )
-
     route, stats = Held(), BatchStats()
-    async with running(tmp_path, route, stats, prepare, max_running=3) as runner:
+    async with running(tmp_path, route, stats, calling(fail), max_running=3) as runner:
         other = await submit(runner, "b-1", "b-2")
         for name in ("b-1", "b-2"):
             await route.until_begun(name)
