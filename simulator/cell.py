@@ -269,7 +269,7 @@ class SimulatedCell(VirtualTime):
             elif isinstance(effect, ev.SendFinished):
                 record.finished(effect.to.stream, now)
             elif isinstance(effect, ev.SendFailed):
-                record.failed(effect.to.stream, now, str(effect.error))
+                record.failed(effect.to.stream, str(effect.error))
             elif isinstance(effect, ev.StartWorker):
                 self._start(effect)
             elif isinstance(effect, ev.EndWorker):
