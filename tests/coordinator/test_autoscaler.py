@@ -8,7 +8,7 @@ import pytest
 
 from baton.coordinator.scaling.autoscale import forecast, queueing
 from baton.coordinator.scaling.autoscale.autoscaler import decide
-from baton.coordinator.scaling.autoscale.needs import prefill_need
+from baton.coordinator.scaling.autoscale.prefill_need import prefill_need
 from baton.coordinator.scaling.autoscale.types import (
     DecodeLoad,
     LaneLoad,

@@ -15,13 +15,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.coordinator.scaling.autoscale import forecast, sizing
-from baton.coordinator.scaling.autoscale.needs import (
-    Need,
-    decode_correction,
-    decode_need,
-    prefill_feedback,
-    prefill_need,
-)
+from baton.coordinator.scaling.autoscale.corrections import decode_correction, prefill_feedback
+from baton.coordinator.scaling.autoscale.decode_need import decode_need
+from baton.coordinator.scaling.autoscale.need import Need, lanes_with_targets
+from baton.coordinator.scaling.autoscale.prefill_need import prefill_need
 from baton.coordinator.scaling.autoscale.sizing import POOLS, Members
 from baton.coordinator.scaling.autoscale.types import Misses, Observation, PoolState, Sample, State
 from baton.coordinator.state.pools import Pool
@@ -192,9 +189,7 @@ def _samples(
     past = forecast.kept(state.samples, now)
     if not span_s:
         return past, "" if past else "nothing is known of the load yet"
-    lanes = frozenset(
-        name for name, one in config.targets if one.ttft_s is not None or one.itl_s is not None
-    )
+    lanes = frozenset(lanes_with_targets(config))
     sample = forecast.sample(
         state.lanes, observation.lanes, lanes, now, span_s, observation.decode.num_with_targets
     )
