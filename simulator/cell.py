@@ -18,7 +18,7 @@ from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import POOL_OF, ROLE_OF, Pool
 from baton.coordinator.state.requests import StreamKey, Submission, WorkerKey
 from baton.coordinator.state.scaling_config import ScalingSettings
-from baton.coordinator.state.scaling_decision import Flip, Want
+from baton.coordinator.state.scaling_decision import Flip, SetSize
 from baton.load.duration_histogram import DurationHistogram
 from baton.load.traces import Arrival
 from baton.simulator.engine import Engine
@@ -211,7 +211,7 @@ class SimulatedCell(VirtualTime):
 
     def _decided(self, effect: ev.Decided) -> None:
         for action in effect.decision.actions:
-            if isinstance(action, Want):
+            if isinstance(action, SetSize):
                 what = f"{action.pool.value}: {action.num_workers} wanted"
             elif isinstance(action, Flip):
                 what = f"{action.worker_id} flips to {action.to.value}"

@@ -11,20 +11,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
+from baton.coordinator.scaling.autoscale.autoscaler import Autoscaler
+from baton.coordinator.scaling.autoscale.members import share_work
 from baton.coordinator.scaling.autoscale.numbers import numbers
 from baton.coordinator.scaling.autoscale.observer import Observer
-from baton.coordinator.scaling.autoscale.policy import Autoscaler, Policy
-from baton.coordinator.scaling.autoscale.sizing import POOLS, share_work
+from baton.coordinator.scaling.autoscale.policy import Policy
 from baton.coordinator.scaling.autoscale.types import Observation, Phase
 from baton.coordinator.scaling.decision_log import DecisionLog
 from baton.coordinator.scaling.launches import Launches
 from baton.coordinator.scaling.pool_sizes import PoolSizes
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.fleets import Fleet
-from baton.coordinator.state.pools import POOL_OF, Pool
+from baton.coordinator.state.pools import POOL_OF, POOLS, Pool
 from baton.coordinator.state.revision import Revision
 from baton.coordinator.state.scaling_config import ScalingSettings, Targets
-from baton.coordinator.state.scaling_decision import Action, Drain, Flip, PoolDecision, Want
+from baton.coordinator.state.scaling_decision import Action, Drain, Flip, PoolDecision, SetSize
 from baton.coordinator.state.timers import CoreTimer, Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.coordinator.telemetry.stats import CoreStats
@@ -346,7 +347,7 @@ class Scaler:
             view.pool for view in observation.workers if view.phase is not Phase.DRAINING
         )
         for action in actions:
-            if isinstance(action, Want):
+            if isinstance(action, SetSize):
                 self._start(action.pool, action.num_workers - present[action.pool], now)
                 continue
             view = views.get(action.worker_id)

@@ -104,7 +104,7 @@ class ScalingConfig:
         cold_start_s: Time until a started worker serves. The load is forecast this far ahead.
         start_timeout_s: A worker that has been starting for longer is stuck and does not count; a
             worker that flips has its own limit, `drain_s`.
-        down_window_s: A pool shrinks only to the largest size wanted within this time; None: see
+        down_window_s: A pool shrinks only to the largest size needed within this time; None: see
             `window_s`.
         max_up, max_down: Largest growth factor and largest shrunk share of a pool per decision;
             one worker is always allowed.
