@@ -89,7 +89,7 @@ class ScalingCalls:
         return admin_pb2.ScalePoolResponse(pool=info, message=message)
 
     def set_targets(self, request: admin_pb2.SetTargetsRequest) -> admin_pb2.SetTargetsResponse:
-        # Steps, placement and lateness follow the targets also where no pool is sized.
+        # Where no pool is sized, steps follow the targets, and placement in an elastic cell.
         known, lanes = self._shell.core.targets.by_lane, {lane: lane_name(lane) for lane in LANES}
         changed = dict[str, Targets]()
         for number, asked in enumerate(request.targets):
