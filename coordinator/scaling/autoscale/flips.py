@@ -30,9 +30,9 @@ def plan_flip(sizes: Mapping[Pool, int], situation: Situation) -> PlannedFlip | 
     """Plans the flip towards these sizes; None: no worker changes pools."""
     if not situation.can_flip:
         return None
-    plan = _num_exchanged if situation.shared else _num_lacking
+    num_to_get = _num_exchanged if situation.shared else _num_lacking
     for pool in POOLS:
-        number = min(plan(pool, sizes, situation), _num_movable(OTHER_POOL[pool], situation))
+        number = min(num_to_get(pool, sizes, situation), _num_movable(OTHER_POOL[pool], situation))
         if number > 0:
             return PlannedFlip(number, pool)
     return None
