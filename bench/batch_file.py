@@ -45,7 +45,7 @@ KILL_GATEWAY, KILL_COORDINATOR, KILL_WORKER = 0.4, 0.6, 0.8
 # Tokens of a line, and of an interactive request.
 PROMPT_TOKENS, OUTPUT_TOKENS = (20, 60), (8, 24)
 INTERACTIVE_PROMPT_TOKENS, INTERACTIVE_OUTPUT_TOKENS = 32, 8
-POLL_BATCH_S, RETRY_S = 0.25, 0.5
+POLL_BATCH_S = 0.25
 # A batch that takes longer counts as hung.
 BATCH_TIMEOUT_S = 3600.0
 

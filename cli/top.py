@@ -19,7 +19,7 @@ from baton.cli import connection, interrupts, options
 if TYPE_CHECKING:
     from baton.client.watcher import View, Watcher
 
-_WIDTH, _HEIGHT = 80, 24
+_WIDTH = 80
 
 
 def top(

@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Sequence
 
 from baton.coordinator.scaling.autoscale import queueing
-from baton.coordinator.scaling.autoscale.sizing import POOLS, Members, to_remove
+from baton.coordinator.scaling.autoscale.members import Members
 from baton.coordinator.scaling.autoscale.types import LaneLoad, Observation
 from baton.coordinator.state.demand import Work
-from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.pools import POOLS, Pool
 from baton.coordinator.state.scaling_config import ScalingConfig, Targets
-from baton.coordinator.state.scaling_decision import Action, Decision, Drain, Want
+from baton.coordinator.state.scaling_decision import Action, Decision, Drain, SetSize
 from baton.load.traces import Arrival
 from baton.runtime.latency import LatencyModel
 from baton.runtime.ttft_target import TtftTarget
@@ -37,8 +37,8 @@ def _apply(
         target[growing] -= 1
     for pool in POOLS:
         if target[pool] > current[pool]:
-            actions.append(Want(pool, target[pool]))
-        for one in to_remove(members[pool], current[pool] - target[pool]):
+            actions.append(SetSize(pool, target[pool]))
+        for one in members[pool].to_remove(current[pool] - target[pool]):
             actions.append(Drain(one.worker_id, reason))
     return decision(current, target, reason, tuple(actions))
 

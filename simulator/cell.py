@@ -18,7 +18,7 @@ from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import POOL_OF, ROLE_OF, Pool
 from baton.coordinator.state.requests import StreamKey, Submission, WorkerKey
 from baton.coordinator.state.scaling_config import ScalingSettings
-from baton.coordinator.state.scaling_decision import Flip, Want
+from baton.coordinator.state.scaling_decision import Flip, SetSize
 from baton.load.duration_histogram import DurationHistogram
 from baton.load.traces import Arrival
 from baton.simulator.engine import Engine
@@ -213,7 +213,7 @@ class SimulatedCell(VirtualTime):
 
     def _decided(self, effect: ev.Decided) -> None:
         for action in effect.decision.actions:
-            if isinstance(action, Want):
+            if isinstance(action, SetSize):
                 what = f"{action.pool.value}: {action.num_workers} wanted"
             elif isinstance(action, Flip):
                 what = f"{action.worker_id} flips to {action.to.value}"
@@ -271,7 +271,7 @@ class SimulatedCell(VirtualTime):
             elif isinstance(effect, ev.SendFinished):
                 record.finished(effect.to.stream, now)
             elif isinstance(effect, ev.SendFailed):
-                record.failed(effect.to.stream, now, str(effect.error))
+                record.failed(effect.to.stream, str(effect.error))
             elif isinstance(effect, ev.StartWorker):
                 self._start(effect)
             elif isinstance(effect, ev.EndWorker):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from baton.coordinator.scaling.autoscale.policy import Autoscaler, Policy
-from baton.coordinator.scaling.autoscale.sizing import Members
+from baton.coordinator.scaling.autoscale.autoscaler import Autoscaler
+from baton.coordinator.scaling.autoscale.members import Members
+from baton.coordinator.scaling.autoscale.policy import Policy
 from baton.coordinator.scaling.autoscale.types import Observation
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import ScalingConfig

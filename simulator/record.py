@@ -91,7 +91,7 @@ class Record:
     def finished(self, number: int, now: float) -> None:
         self.ends[number] = now
 
-    def failed(self, number: int, now: float, reason: str) -> None:
+    def failed(self, number: int, reason: str) -> None:
         # Digits are removed so that messages that differ only in numbers count as one reason.
         self.reasons["".join(one for one in reason if not one.isdigit())[:80]] += 1
         self.ends[number] = math.nan

@@ -12,6 +12,7 @@ from baton.coordinator.rollouts.traffic import Traffic
 from baton.coordinator.routing.output_lengths import max_output_tokens
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.state.fleets import Fleet
+from baton.coordinator.state.latency_targets import LatencyTargets
 from baton.coordinator.state.request_table import RequestTable
 from baton.coordinator.state.requests import EndedRequest, Request, Submission
 from baton.coordinator.state.workers import WorkerRegistry
@@ -43,6 +44,7 @@ class AdmissionCheck:
     def __init__(
         self,
         requests: RequestTable,
+        targets: LatencyTargets,
         workers: WorkerRegistry,
         placers: Placers,
         traffic: Traffic,
@@ -51,6 +53,7 @@ class AdmissionCheck:
         stats: CoreStats,
     ) -> None:
         self._requests, self._workers, self._placers = requests, workers, placers
+        self._targets = targets
         self._traffic, self._lanes = traffic, lanes
         self._admission, self._stats = admission, stats
         self._retries = Retries()
@@ -75,7 +78,7 @@ class AdmissionCheck:
         earlier = self._continued(submission, older)
         fleet = self._traffic.fleet_of(submission, earlier.revision if earlier is not None else "")
         hashes = self._placers.of(fleet).prompts.hashes(submission)
-        forecast, growth_s = None, self._stats.ttft_growth_s(submission)
+        forecast, growth_s = None, self._targets.ttft_growth_s(submission)
         if refused is None:
             forecast = self._admission.forecast(submission, hashes, fleet, growth_s, now)
             if _is_late(forecast) and fleet is not self._traffic.stable:

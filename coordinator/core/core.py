@@ -31,9 +31,9 @@ from baton.coordinator.scaling.scaling import Scaler
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.fleets import Fleets
+from baton.coordinator.state.latency_targets import LatencyTargets
 from baton.coordinator.state.pools import POOL_OF
 from baton.coordinator.state.requests import EndedRequest, Request, RequestKey
-from baton.coordinator.state.scaling_config import in_config
 from baton.coordinator.state.session_blocks import TakenSession
 from baton.coordinator.state.slow_steps import Stall
 from baton.coordinator.state.timers import CoreTimer, Timers
@@ -55,6 +55,7 @@ class Core:
         policy: Sizes the pools; None: the autoscaler.
 
     Attributes:
+        targets: Latency targets of the lanes.
         fleets: The fleets of workers.
         workers: All attached workers.
         placers: Choose workers for requests and count the load on them.
@@ -73,14 +74,18 @@ class Core:
         self._timers, self._effects = Timers(), Effects()
         # Whether a waiting request may find a worker, so that a round of dispatching is due.
         self._may_dispatch = False
+        self.targets = LatencyTargets(config.targets)
         self.fleets = Fleets(config.revision, elastic=config.elastic)
         self.workers = WorkerRegistry(config.model_name, self.fleets)
         self.latency = LatencyRegistry(config.latency)
         self.placers = Placers(config, self.workers, self.latency)
-        self._steps = StepControl(config, self.workers, self.placers, self._effects.add)
+        self._steps = StepControl(
+            config, self.targets, self.workers, self.placers, self._effects.add
+        )
         traffic = Traffic(self.fleets)
         self._lifecycle = RequestLifecycle(
             config,
+            self.targets,
             self.workers,
             self.placers,
             traffic,
@@ -93,6 +98,7 @@ class Core:
         self._handoffs = HandoffReports(self._lifecycle)
         self.scaler = Scaler(
             config.scaling,
+            self.targets,
             self.workers,
             self.observer(),
             self.stats,
@@ -430,9 +436,9 @@ class Core:
         self.scaler.begin(event.sizes, now)
 
     def _targets_requested(self, event: ev.TargetsRequested, now: float) -> None:
-        self.scaler.set_targets(event.targets, now)
-        self.stats.recent.targets = in_config(self.scaler.targets)
-        self._steps.set_targets(self.stats.recent.targets)
+        self.targets.change(event.targets)
+        self.scaler.targets_changed(now)
+        self._steps.targets_changed()
         self._room_freed()
 
     def _tick(self, event: ev.Tick, now: float) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from google.rpc import code_pb2
 
+from baton.coordinator.state.latency_targets import LatencyTargets
 from baton.coordinator.state.requests import EndedRequest, Request
 from baton.coordinator.state.slow_steps import Stall
 from baton.coordinator.telemetry.budget import latency_budget
-from baton.coordinator.telemetry.stats import CoreStats
 from baton.runtime import errors
 from baton.runtime.enum_names import enum_name
 from baton.v1 import common_pb2
@@ -16,7 +16,7 @@ from baton.v1 import common_pb2
 def ended_request(
     request: Request,
     now: float,
-    stats: CoreStats,
+    targets: LatencyTargets,
     stalls: tuple[Stall, ...],
     finish_reason: common_pb2.FinishReason.ValueType,
     error: errors.BatonError | None,
@@ -28,7 +28,7 @@ def ended_request(
     Args:
         request: A request in a terminal state.
         now: Time by the core's clock.
-        stats: Statistics, which know the request's targets.
+        targets: Latency targets of requests that name none.
         stalls: Longest gaps of the request.
         finish_reason: Finish reason; UNSPECIFIED if the request failed.
         error: Reason of the failure; None: the request did not fail.
@@ -53,8 +53,8 @@ def ended_request(
         error=str(error) if error is not None else "",
         session=request.submission.to.session,
         lost_digest=request.submission.digest if session_lost else None,
-        ttft_target_s=stats.ttft_target_s(request.submission),
-        itl_target_s=stats.itl_target_s(request.submission),
+        ttft_target_s=targets.ttft_s(request.submission),
+        itl_target_s=targets.itl_s(request.submission),
         stalls=stalls,
         placement_prediction=request.placement_prediction,
         prompt_sources=request.prompt_sources,

@@ -146,7 +146,8 @@ class _Step:
             if not len(request.submission.known_token_ids):
                 # The first token of a resumed output came before.
                 stages = ttft_stages(request, self.now)
-                self.lifecycle.stats.first_token(request, self.now, stages)
+                target_s = self.lifecycle.targets.ttft_s(request.submission)
+                self.lifecycle.stats.first_token(request, self.now, stages, target_s)
         else:
             gap = self._gap_since(lane, last_at)
             gap[1] += 1
@@ -178,7 +179,7 @@ class _Step:
                 fleet_stats.lanes[lane].itl.observe(gap_s, count)
             stats.lanes[lane].itl.observe(gap_s, count)
             recent.lanes[lane].itl.observe(gap_s, count)
-            target_s = stats.recent.itl_target_s(lane)
+            target_s = self.lifecycle.targets.of_lane(lane).itl_s
             is_slow |= target_s is not None and gap_s > target_s
         if is_slow:
             self._remember()

@@ -21,6 +21,7 @@ from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.lanes import LANES, lane_config
+from baton.coordinator.state.latency_targets import LatencyTargets
 from baton.coordinator.state.recent_deltas import RecentDeltas
 from baton.coordinator.state.request_table import RequestTable
 from baton.coordinator.state.requests import (
@@ -59,6 +60,7 @@ class RequestLifecycle:
 
     Args:
         config: Limits and times.
+        targets: Latency targets of requests that name none.
         workers: Attached workers.
         placers: Choose workers for requests and count the load on them.
         traffic: Chooses the fleet of a new request.
@@ -71,6 +73,7 @@ class RequestLifecycle:
         requests: Requests that have not ended, and the latest that have.
         lanes: Waiting requests in their order, and the tenants' accounts.
         admission: Decides whether requests are admitted.
+        targets: As given.
         stats: Counters.
         fetches: Prefixes that workers send to the prefill workers of requests.
         session_blocks: KV blocks of the latest sessions.
@@ -82,6 +85,7 @@ class RequestLifecycle:
     def __init__(
         self,
         config: CoreConfig,
+        targets: LatencyTargets,
         workers: WorkerRegistry,
         placers: Placers,
         traffic: Traffic,
@@ -92,7 +96,7 @@ class RequestLifecycle:
     ) -> None:
         self._config, self._workers, self._timers = config, workers, timers
         self._placers, self._random_bytes = placers, random_bytes
-        self.effects = effects
+        self.effects, self.targets = effects, targets
         self._limits = {
             lane: StateLimits(
                 queued_s=lane_config(config.lanes, lane).max_queue_s,
@@ -102,12 +106,19 @@ class RequestLifecycle:
         }
         self.requests = RequestTable(config.max_ended_requests, config.max_running_requests)
         self.lanes = Lanes(config.lanes, config.tenant_defaults, config.tenants)
-        self.stats = CoreStats(config.targets)
+        self.stats = CoreStats()
         self._tail = TailSampler(config.tail_share, self.stats.recent)
         self.room_freed = room_freed
         self.admission = Admission(config, self.lanes, placers)
         self._admission_check = AdmissionCheck(
-            self.requests, workers, placers, traffic, self.lanes, self.admission, self.stats
+            self.requests,
+            targets,
+            workers,
+            placers,
+            traffic,
+            self.lanes,
+            self.admission,
+            self.stats,
         )
         self._assignments = Assignments(workers, placers)
         self._commands = Commands(config, workers, effects.add)
@@ -283,7 +294,7 @@ class RequestLifecycle:
     def stalls(self, request: Request) -> tuple[Stall, ...]:
         """Returns the longest gaps between a request's tokens that exceed its target, up to now."""
         worker = self._workers.get(request.decode)
-        target_s = self.stats.itl_target_s(request.submission)
+        target_s = self.targets.itl_s(request.submission)
         return stalls(request, target_s, worker.slow_steps if worker is not None else ())
 
     def charge(self, request: Request) -> None:
@@ -476,12 +487,12 @@ class RequestLifecycle:
             is_resumed=result.is_resumed,
             attempts_before=before.attempt_number if before is not None else 0,
             due_at=self._due_at(submission),
-            growth_s=self.stats.ttft_growth_s(submission),
+            growth_s=self.targets.ttft_growth_s(submission),
         )
 
     def _due_at(self, submission: Submission) -> float:
         """Returns when the first token is due, by the core's clock; infinite without a target."""
-        target_s = self.stats.ttft_target_s(submission)
+        target_s = self.targets.ttft_s(submission)
         return math.inf if target_s is None else submission.arrived_at + target_s
 
     def _deadline(self, submission: Submission) -> float:
@@ -576,7 +587,7 @@ class RequestLifecycle:
         self.room_freed()
         stalls = self.stalls(request)
         record = ended_request(
-            request, now, self.stats, stalls, finish_reason, error, session_lost=session_lost
+            request, now, self.targets, stalls, finish_reason, error, session_lost=session_lost
         )
         kept = self._tail.reason(record, now)
         if kept or request.submission.traceparent:

@@ -8,9 +8,8 @@ from baton.coordinator.core.gap_choice import LEAST_OUTPUTS, GapChoice, Workload
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
-from baton.coordinator.state.scaling_config import in_seconds
+from baton.coordinator.state.latency_targets import LatencyTargets
 from baton.coordinator.state.workers import WorkerRegistry
-from baton.runtime.config import LaneTargetsConfig
 from baton.runtime.step_budget import StepTargets
 from baton.runtime.step_messages import to_message
 from baton.v1 import common_pb2
@@ -25,7 +24,8 @@ class StepControl:
     A worker that attaches gets `Placers.step_targets` in its Welcome.
 
     Args:
-        config: Configured targets and limits.
+        config: Limits of the steps.
+        targets: Latency targets of the lanes.
         workers: All attached workers.
         placers: Place requests by the step targets, and hold them.
         emit: Takes effects.
@@ -34,12 +34,13 @@ class StepControl:
     def __init__(
         self,
         config: CoreConfig,
+        targets: LatencyTargets,
         workers: WorkerRegistry,
         placers: Placers,
         emit: Callable[[ev.Effect], None],
     ) -> None:
         self._config, self._workers, self._placers = config, workers, placers
-        self._emit = emit
+        self._targets, self._emit = targets, emit
         self._gaps = GapChoice() if _may_choose(config) else None
         self._next_update_at, self._num_workers = 0.0, 0
 
@@ -59,9 +60,9 @@ class StepControl:
             return "long gaps are for elastic cells with steps.scheduler baton"
         return self._gaps.reason
 
-    def set_targets(self, targets: LaneTargetsConfig) -> None:
-        """Follows the latency targets of the lanes."""
-        self._apply(in_seconds(targets.interactive).itl_s)
+    def targets_changed(self) -> None:
+        """Follows a change of the latency targets."""
+        self._apply()
 
     def after_event(self, now: float) -> None:
         """Chooses the longest gap again, if the operator leaves it to the coordinator."""
@@ -70,21 +71,24 @@ class StepControl:
         if now < self._next_update_at and len(self._workers) == self._num_workers:
             return
         self._next_update_at, self._num_workers = now + _UPDATE_INTERVAL_S, len(self._workers)
-        itl_s = self._placers.step_targets.itl_s
-        self._gaps.update(self._num_workers, self._workload(itl_s), now)
-        self._apply(itl_s)
+        self._gaps.update(self._num_workers, self._workload(), now)
+        self._apply()
 
-    def _workload(self, itl_s: float | None) -> Workload | None:
-        placers, times = self._placers, self._placers.prompt_times
+    @property
+    def _itl_s(self) -> float | None:
+        return self._targets.of_lane(common_pb2.LANE_INTERACTIVE).itl_s
+
+    def _workload(self) -> Workload | None:
+        placers, times, itl_s = self._placers, self._placers.prompt_times, self._itl_s
         output_tokens = placers.outputs.recent_mean(common_pb2.LANE_INTERACTIVE, LEAST_OUTPUTS)
         step_s = placers.single_step_s()
         if step_s is None or itl_s is None or not times.total:
             return None
         return Workload(output_tokens, times.size_biased_mean / itl_s, step_s / itl_s)
 
-    def _apply(self, itl_s: float | None) -> None:
+    def _apply(self) -> None:
         is_long = self._gaps is not None and self._gaps.is_long
-        targets = StepTargets.of(self._config.steps, itl_s, long_gaps=is_long)
+        targets = StepTargets.of(self._config.steps, self._itl_s, long_gaps=is_long)
         if targets == self._placers.step_targets:
             return
         self._placers.set_step_targets(targets)

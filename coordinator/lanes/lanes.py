@@ -37,7 +37,7 @@ from baton.v1 import common_pb2
 # Error reason of a request that more workers would not have admitted either.
 TENANT_RATE = "TENANT_RATE"
 
-_INTERACTIVE, _BATCH = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH
+_BATCH = common_pb2.LANE_BATCH
 
 
 class Lanes:

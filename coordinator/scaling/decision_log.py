@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from baton.coordinator.scaling.autoscale.sizing import POOLS
-from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.pools import POOLS, Pool
 from baton.coordinator.state.scaling_decision import PoolDecision
 
 # Maximum number of entries per pool.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from baton.coordinator.scaling.autoscale.sizing import POOLS
-from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.pools import POOLS, Pool
 
 
 class PoolSizes:

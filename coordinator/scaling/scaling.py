@@ -11,20 +11,22 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
+from baton.coordinator.scaling.autoscale.autoscaler import Autoscaler
+from baton.coordinator.scaling.autoscale.members import share_work
 from baton.coordinator.scaling.autoscale.numbers import numbers
 from baton.coordinator.scaling.autoscale.observer import Observer
-from baton.coordinator.scaling.autoscale.policy import Autoscaler, Policy
-from baton.coordinator.scaling.autoscale.sizing import POOLS, share_work
+from baton.coordinator.scaling.autoscale.policy import Policy
 from baton.coordinator.scaling.autoscale.types import Observation, Phase
 from baton.coordinator.scaling.decision_log import DecisionLog
 from baton.coordinator.scaling.launches import Launches
 from baton.coordinator.scaling.pool_sizes import PoolSizes
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.fleets import Fleet
-from baton.coordinator.state.pools import POOL_OF, Pool
+from baton.coordinator.state.latency_targets import LatencyTargets
+from baton.coordinator.state.pools import POOL_OF, POOLS, Pool
 from baton.coordinator.state.revision import Revision
-from baton.coordinator.state.scaling_config import ScalingSettings, Targets
-from baton.coordinator.state.scaling_decision import Action, Drain, Flip, PoolDecision, Want
+from baton.coordinator.state.scaling_config import ScalingSettings
+from baton.coordinator.state.scaling_decision import Action, Drain, Flip, PoolDecision, SetSize
 from baton.coordinator.state.timers import CoreTimer, Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.coordinator.telemetry.stats import CoreStats
@@ -39,13 +41,15 @@ class Scaler:
     """Owns the sizes of the pools and the worker processes started for them.
 
     Args:
-        settings: Initial settings; `policy` has its own limits and targets.
+        settings: Initial settings; `policy` has its own limits.
+        targets: Latency targets of the lanes.
         workers: Attached workers.
         observer: Source of the load that the policy decides by.
         stats: Counters of scaling decisions.
         timers: Timers of the core.
         emit: Callback for effects.
-        policy: Scaling policy; None: the autoscaler.
+        policy: Scaling policy; None: the autoscaler. In simulations, a policy may have other
+            targets than requests have, until `targets` change.
 
     Attributes:
         launches: processes that this coordinator has started.
@@ -56,6 +60,7 @@ class Scaler:
     def __init__(
         self,
         settings: ScalingSettings,
+        targets: LatencyTargets,
         workers: WorkerRegistry,
         observer: Observer,
         stats: CoreStats,
@@ -65,7 +70,8 @@ class Scaler:
     ) -> None:
         self._workers, self._observer, self._stats = workers, observer, stats
         self._timers, self._emit = timers, emit
-        self._policy = policy or Autoscaler(settings.config)
+        self._targets = targets
+        self._policy = policy or Autoscaler(settings.config.with_targets(targets.by_lane))
         # Configured limits; the policy's own copy also contains the fixed sizes as limits.
         self._config = self._policy.config
         self.launches = Launches(workers, stats, emit)
@@ -92,11 +98,6 @@ class Scaler:
     def autoscale(self) -> bool:
         """Whether the load sizes the pools that have no size set by an operator."""
         return self._sizes.autoscale
-
-    @property
-    def targets(self) -> Mapping[str, Targets]:
-        """Latency targets that the pools are sized for, by lane."""
-        return dict(self._config.targets)
 
     def limits(self, pool: Pool) -> tuple[int, int]:
         """Minimum and maximum number of workers in a pool."""
@@ -241,10 +242,9 @@ class Scaler:
         self._limit_policy()
         self.soon(now)
 
-    def set_targets(self, targets: Mapping[str, Targets], now: float) -> None:
-        """Changes the latency targets of some lanes on behalf of an operator."""
-        changed = {**self.targets, **targets}
-        self._config = replace(self._config, targets=tuple(changed.items()))
+    def targets_changed(self, now: float) -> None:
+        """Follows a change of the latency targets."""
+        self._config = self._config.with_targets(self._targets.by_lane)
         self._limit_policy()
         self.soon(now)
 
@@ -346,7 +346,7 @@ class Scaler:
             view.pool for view in observation.workers if view.phase is not Phase.DRAINING
         )
         for action in actions:
-            if isinstance(action, Want):
+            if isinstance(action, SetSize):
                 self._start(action.pool, action.num_workers - present[action.pool], now)
                 continue
             view = views.get(action.worker_id)

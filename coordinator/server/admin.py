@@ -148,8 +148,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             ended_at, session = now, request.submission.to.session
             arrived_at, found = request.submission.arrived_at, core.stalls(request)
             info.budget.CopyFrom(latency_budget(request, now))
-            stats, submission = core.stats, request.submission
-            targets_s = stats.ttft_target_s(submission), stats.itl_target_s(submission)
+            submission = request.submission
+            targets_s = core.targets.ttft_s(submission), core.targets.itl_s(submission)
         for target, seconds in zip((info.ttft_target, info.itl_target), targets_s, strict=True):
             if seconds is not None:
                 target.FromMicroseconds(round(seconds * 1e6))

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from baton.coordinator.scaling.decision_log import LoggedDecision
 from baton.coordinator.scaling.scaling import Scaler
+from baton.coordinator.server.lane_targets import lane_targets
 from baton.coordinator.server.shell import Shell
 from baton.coordinator.server.stall import StallGuard
 from baton.coordinator.state import events as ev
@@ -88,8 +89,8 @@ class ScalingCalls:
         return admin_pb2.ScalePoolResponse(pool=info, message=message)
 
     def set_targets(self, request: admin_pb2.SetTargetsRequest) -> admin_pb2.SetTargetsResponse:
-        # Steps, placement and lateness follow the targets also where no pool is sized.
-        known, lanes = self._scaler.targets, {lane: lane_name(lane) for lane in LANES}
+        # Where no pool is sized, steps follow the targets, and placement in an elastic cell.
+        known, lanes = self._shell.core.targets.by_lane, {lane: lane_name(lane) for lane in LANES}
         changed = dict[str, Targets]()
         for number, asked in enumerate(request.targets):
             if asked.lane not in lanes:
@@ -103,19 +104,8 @@ class ScalingCalls:
 
     def targets(self) -> list[admin_pb2.LaneTargets]:
         """Latency targets of all lanes."""
-        known = self._scaler.targets
-        found = [
-            admin_pb2.LaneTargets(
-                lane=lane,
-                ttft_ms=round((known[name].ttft_s or 0) * 1e3),
-                ttft_ms_per_1k_tokens=round(known[name].ttft_s_per_1k_tokens * 1e3),
-                itl_ms=round((known[name].itl_s or 0) * 1e3),
-                percentile=known[name].percentile,
-            )
-            for lane in LANES
-            if (name := lane_name(lane)) in known
-        ]
         core = self._shell.core
+        found = [lane_targets(lane, core.targets.of_lane(lane)) for lane in LANES]
         longest_gap_s = core.longest_gap_s
         for one in found:
             if one.lane == common_pb2.LANE_INTERACTIVE and longest_gap_s is not None:

@@ -283,7 +283,7 @@ class CoreCollector(Collector):
             "Percentage of requests and of gaps that must meet the lane's targets.",
             labels=["lane"],
         )
-        for lane, target in scaler.targets.items():
+        for lane, target in self._core.targets.by_lane.items():
             percentile.add_metric([lane], target.percentile)
             for signal, target_s in (("ttft", target.ttft_s), ("itl", target.itl_s)):
                 if target_s is not None:

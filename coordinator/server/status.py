@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from baton.coordinator.core.core import Core
+from baton.coordinator.server.lane_targets import lane_targets
 from baton.coordinator.state.lanes import lane_config
 from baton.coordinator.state.workers import Worker
 from baton.coordinator.telemetry.recent import WINDOW_S, LaneWindow, Window
@@ -127,17 +128,11 @@ def _ratios(sketch: Sketch) -> admin_pb2.Ratios:
 def _lane(
     info: admin_pb2.LaneInfo, config: BatonConfig, core: Core, window: LaneWindow
 ) -> admin_pb2.LaneStatus:
-    lane, recent = info.lane, core.stats.recent
-    target, limits = recent.target(lane), lane_config(config.lanes, lane)
+    lane = info.lane
+    target, limits = core.targets.of_lane(lane), lane_config(config.lanes, lane)
     found = admin_pb2.LaneStatus(
         info=info,
-        targets=admin_pb2.LaneTargets(
-            lane=lane,
-            ttft_ms=target.ttft_ms or 0,
-            ttft_ms_per_1k_tokens=target.ttft_ms_per_1k_tokens,
-            itl_ms=target.itl_ms or 0,
-            percentile=target.percentile,
-        ),
+        targets=lane_targets(lane, target),
         ttft=percentiles(window.ttft),
         ttft_ratio=_ratios(window.ttft_ratio),
         itl=percentiles(window.itl),
@@ -163,9 +158,8 @@ def _lane(
         found.admission_ttft.CopyFrom(duration(limits.ttft_ms / 1e3))
     if window.ttft_ratio.num:
         found.ttft_attained = 1 - window.late.num / window.ttft_ratio.num
-    itl_s = recent.itl_target_s(lane)
-    if window.itl.num and itl_s is not None:
-        found.itl_attained = 1 - window.itl.num_over(itl_s) / window.itl.num
+    if window.itl.num and target.itl_s is not None:
+        found.itl_attained = 1 - window.itl.num_over(target.itl_s) / window.itl.num
     gap_s = _gap_limit_s(core, lane)
     if gap_s is not None:
         if lane == common_pb2.LANE_INTERACTIVE and core.longest_gap_s is not None:
@@ -177,7 +171,7 @@ def _lane(
     if num_later_tokens:
         found.mean_gap.CopyFrom(duration(window.itl.total_s / num_later_tokens))
     oldest = core.oldest_queued(lane)
-    oldest_s = core.stats.ttft_target_s(oldest.submission) if oldest is not None else None
+    oldest_s = core.targets.ttft_s(oldest.submission) if oldest is not None else None
     if oldest_s is not None:
         found.oldest_ttft_target.CopyFrom(duration(oldest_s))
     return found
@@ -226,14 +220,14 @@ def _worker(worker: Worker, now: float, config: BatonConfig) -> admin_pb2.Worker
 
 def _gap_limit_s(core: Core, lane: common_pb2.Lane.ValueType) -> float | None:
     """Target of a single gap between a lane's tokens; None: the lane has no ITL target."""
-    itl_s = core.stats.recent.itl_target_s(lane)
+    itl_s = core.targets.of_lane(lane).itl_s
     if itl_s is None or lane != common_pb2.LANE_INTERACTIVE:
         return itl_s
     return max(itl_s, core.longest_gap_s or 0.0)
 
 
 def _decode(window: Window, core: Core) -> admin_pb2.DecodeStatus:
-    itl_s = core.stats.recent.itl_target_s(common_pb2.LANE_INTERACTIVE)
+    itl_s = core.targets.of_lane(common_pb2.LANE_INTERACTIVE).itl_s
     gap_s = _gap_limit_s(core, common_pb2.LANE_INTERACTIVE)
     p50, p95 = window.batch.percentiles_s((50, 95))
     return admin_pb2.DecodeStatus(

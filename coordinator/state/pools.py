@@ -14,5 +14,7 @@ class Pool(Enum):
     DECODE = "decode"
 
 
+POOLS = (Pool.PREFILL, Pool.DECODE)
+OTHER_POOL = {Pool.PREFILL: Pool.DECODE, Pool.DECODE: Pool.PREFILL}
 ROLE_OF = {Pool.PREFILL: common_pb2.ROLE_PREFILL, Pool.DECODE: common_pb2.ROLE_DECODE}
 POOL_OF = {role: pool for pool, role in ROLE_OF.items()}

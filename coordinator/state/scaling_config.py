@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.coordinator.state.pools import Pool
 from baton.runtime.config import (
     BatonConfig,
-    LaneTargetsConfig,
     PoolConfig,
     PoolLimitsConfig,
     TargetsConfig,
@@ -104,7 +103,7 @@ class ScalingConfig:
         cold_start_s: Time until a started worker serves. The load is forecast this far ahead.
         start_timeout_s: A worker that has been starting for longer is stuck and does not count; a
             worker that flips has its own limit, `drain_s`.
-        down_window_s: A pool shrinks only to the largest size wanted within this time; None: see
+        down_window_s: A pool shrinks only to the largest size needed within this time; None: see
             `window_s`.
         max_up, max_down: Largest growth factor and largest shrunk share of a pool per decision;
             one worker is always allowed.
@@ -145,6 +144,10 @@ class ScalingConfig:
         In the beginning only short requests have ended, so the load looks smaller than it is.
         """
         return _YOUNG_S if self.down_window_s is None else min(_YOUNG_S, self.down_window_s)
+
+    def with_targets(self, targets: Mapping[str, Targets]) -> ScalingConfig:
+        """Returns the configuration with these targets by lane."""
+        return replace(self, targets=tuple(targets.items()))
 
     def limits(self, pool: Pool) -> PoolLimits:
         return self.prefill if pool is Pool.PREFILL else self.decode
@@ -188,25 +191,6 @@ def scaling_config(config: BatonConfig) -> ScalingConfig:
         flip_quiet_s=scaling.flip_quiet_s,
         idle_s=scaling.idle_s,
     )
-
-
-def in_config(targets: Mapping[str, Targets]) -> LaneTargetsConfig:
-    """Returns the targets by lane, in the form of the configuration file."""
-    return LaneTargetsConfig.model_validate(
-        {
-            lane: {
-                "ttft_ms": _milliseconds(one.ttft_s),
-                "ttft_ms_per_1k_tokens": round(one.ttft_s_per_1k_tokens * 1e3),
-                "itl_ms": _milliseconds(one.itl_s),
-                "percentile": one.percentile,
-            }
-            for lane, one in targets.items()
-        }
-    )
-
-
-def _milliseconds(seconds: float | None) -> int | None:
-    return max(1, round(seconds * 1e3)) if seconds is not None else None
 
 
 def in_seconds(targets: TargetsConfig) -> Targets:

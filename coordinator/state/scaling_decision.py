@@ -8,8 +8,8 @@ from baton.coordinator.state.pools import Pool
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
-    """The number of workers that a pool should have, starting and serving workers together."""
+class SetSize:
+    """A pool must get this number of workers, starting and serving workers together."""
 
     pool: Pool
     num_workers: int
@@ -31,7 +31,7 @@ class Flip:
     to: Pool
 
 
-Action = Want | Drain | Flip
+Action = SetSize | Drain | Flip
 
 
 @dataclass(frozen=True, slots=True)

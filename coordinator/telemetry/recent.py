@@ -13,7 +13,6 @@ from typing import TypeAlias
 
 from baton.coordinator.state.lanes import LANES, Lane
 from baton.coordinator.telemetry.sketch import Sketch
-from baton.runtime.config import LaneTargetsConfig, TargetsConfig
 from baton.v1 import cluster_pb2, common_pb2
 
 Stage: TypeAlias = "common_pb2.Stage.ValueType"
@@ -224,14 +223,9 @@ class Window:
 
 
 class Recent:
-    """Statistics of the last WINDOW_S seconds, with the resolution of one slice.
+    """Statistics of the last WINDOW_S seconds, with the resolution of one slice."""
 
-    Attributes:
-        targets: latency targets of requests without their own; replaced as a whole on changes.
-    """
-
-    def __init__(self, targets: LaneTargetsConfig | None = None) -> None:
-        self.targets = targets or LaneTargetsConfig()
+    def __init__(self) -> None:
         self._slices: deque[tuple[int, Window]] = deque()
         self._number = -1
         self._latest = Window()
@@ -268,14 +262,6 @@ class Recent:
             ttft.add(window.lanes[lane].ttft)
             itl.add(window.lanes[lane].itl)
         return ttft, itl
-
-    def target(self, lane: Lane) -> TargetsConfig:
-        return self.targets.batch if lane == common_pb2.LANE_BATCH else self.targets.interactive
-
-    def itl_target_s(self, lane: Lane) -> float | None:
-        """Target for the gap between tokens; None: no target is set."""
-        target_ms = self.target(lane).itl_ms
-        return None if target_ms is None else target_ms / 1e3
 
     def _drop_expired(self, number: int) -> None:
         while self._slices[0][0] <= number - NUM_SLICES:

@@ -10,12 +10,11 @@ from baton.coordinator.state.demand import FirstToken, Work
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.lanes import LANES
 from baton.coordinator.state.pools import POOL_OF
-from baton.coordinator.state.requests import EndedRequest, PromptSources, Request, Submission
+from baton.coordinator.state.requests import EndedRequest, PromptSources, Request
 from baton.coordinator.state.workers import Worker
 from baton.coordinator.telemetry.fleet_stats import FleetStats
 from baton.coordinator.telemetry.recent import Recent, Stage
 from baton.coordinator.telemetry.sketch import Sketch
-from baton.runtime.config import LaneTargetsConfig
 from baton.runtime.handoff_metrics import EXPOSED_S, reason_label, transport_label
 from baton.runtime.histogram import Histogram
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
@@ -111,9 +110,6 @@ class LaneDemand:
 class CoreStats:
     """Totals since the coordinator started.
 
-    Args:
-        targets: Latency targets of requests without their own.
-
     Attributes:
         recent: statistics of the last minute.
         demand: demand by lane; the autoscaler sizes the pools by it.
@@ -146,8 +142,8 @@ class CoreStats:
         compared: Statistics of the fleets that a rollout compares; replaced by the rollout.
     """
 
-    def __init__(self, targets: LaneTargetsConfig | None = None) -> None:
-        self.recent = Recent(targets)
+    def __init__(self) -> None:
+        self.recent = Recent()
         self.lanes = {lane: LaneStats() for lane in LANES}
         self.demand = {lane: LaneDemand() for lane in LANES}
         self.requests: Counter[tuple[common_pb2.Lane.ValueType, str]] = Counter()
@@ -220,14 +216,24 @@ class CoreStats:
             recent.after_start.observe(waited_s)
 
     def first_token(
-        self, request: Request, now: float, stages: Sequence[tuple[Stage, float]]
+        self,
+        request: Request,
+        now: float,
+        stages: Sequence[tuple[Stage, float]],
+        target_s: float | None,
     ) -> None:
-        """Records the first token of a request; `stages` are the seconds per stage until then."""
+        """Records the first token of a request.
+
+        Args:
+            request: the request.
+            now: time by the core's clock.
+            stages: seconds per stage until the first token.
+            target_s: target of the request's time to first token; None: no target.
+        """
         submission = request.submission
         ttft_s = now - submission.arrived_at
         self.num_prompt_tokens += request.num_prompt_tokens
         self.lanes[submission.lane].ttft.observe(ttft_s)
-        target_s = self.ttft_target_s(submission)
         if target_s is not None:
             self.lanes[submission.lane].ttft_ratio.observe(ttft_s / target_s)
         if not request.was_held:
@@ -262,18 +268,6 @@ class CoreStats:
             loaded: whether the prefix was loaded; otherwise the worker computed it.
         """
         self.fetches["loaded" if loaded else "failed"] += 1
-
-    def ttft_target_s(self, submission: Submission) -> float | None:
-        """Target for the request's time to first token; None: no target."""
-        return submission.ttft_target_s(self.recent.target(submission.lane).ttft)
-
-    def ttft_growth_s(self, submission: Submission) -> float:
-        """The part of the request's TTFT target that grows with its prompt, in seconds."""
-        return submission.ttft_growth_s(self.recent.target(submission.lane).ttft)
-
-    def itl_target_s(self, submission: Submission) -> float | None:
-        """Target for the gap between the request's tokens; None: no target."""
-        return submission.slo_itl_s or self.recent.itl_target_s(submission.lane)
 
     def ended(self, request: Request, record: EndedRequest, outcome: str) -> None:
         lane = self.lanes[record.lane]

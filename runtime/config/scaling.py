@@ -21,9 +21,11 @@ _PER_1K = (
 
 
 class TargetsConfig(Section):
-    """Latency targets: pools are sized for them, and requests are placed and steps made by them.
+    """Latency targets of a lane; null means no target.
 
-    null means no target.
+    The autoscaler sizes pools for them, and the workers' steps follow the interactive ITL target.
+    An elastic cell also places requests by them. With strict roles, placement bounds the gaps of
+    interactive streams by `lanes.interactive.itl_ms` instead.
     """
 
     ttft_ms: Count | None = Field(500, description="Target of the time to first token.")

@@ -12,13 +12,14 @@ from baton.coordinator.state.scaling_config import (
     PoolLimits,
     ScalingConfig,
     ScalingSettings,
-    Targets,
 )
 from baton.runtime.config import (
     BatchLaneConfig,
     InteractiveLaneConfig,
     LanesConfig,
+    LaneTargetsConfig,
     LatencyConfig,
+    TargetsConfig,
     TenantConfig,
     parse,
 )
@@ -120,16 +121,13 @@ def _config(rng: random.Random, *, faults: bool, tight: bool) -> CoreConfig:
         flip_quiet_s=10.0,
         idle_s=rng.choice([10.0, 60.0]),
         max_gpus=rng.choice([None, None, 5]),
-        targets=(
-            (
-                "interactive",
-                Targets(
-                    ttft_s=rng.choice([0.2, 2.0]),
-                    itl_s=rng.choice([0.03, 0.2]),
-                    ttft_s_per_1k_tokens=rng.choice([0.0, 1.0]),
-                ),
-            ),
-        ),
+    )
+    targets = LaneTargetsConfig(
+        interactive=TargetsConfig(
+            ttft_ms=rng.choice([200, 2000]),
+            itl_ms=rng.choice([30, 200]),
+            ttft_ms_per_1k_tokens=rng.choice([0, 1000]),
+        )
     )
     max_queued = 8 if tight else 100
     lanes = LanesConfig(
@@ -163,6 +161,7 @@ def _config(rng: random.Random, *, faults: bool, tight: bool) -> CoreConfig:
         worker_timeout_s=10.0,
         worker_silent_s=2.0,
         worker_stuck_s=20.0,
+        targets=targets,
         lanes=lanes,
         tenants=TENANTS,
     )

@@ -8,11 +8,12 @@ import pytest
 
 from baton.coordinator.scaling.autoscale import forecast, queueing
 from baton.coordinator.scaling.autoscale.autoscaler import decide
-from baton.coordinator.scaling.autoscale.needs import prefill_need
+from baton.coordinator.scaling.autoscale.prefill_need import prefill_need
 from baton.coordinator.scaling.autoscale.types import (
     DecodeLoad,
     LaneLoad,
     Observation,
+    PastNeed,
     Phase,
     Sample,
     State,
@@ -21,7 +22,7 @@ from baton.coordinator.scaling.autoscale.types import (
 from baton.coordinator.state.demand import Work
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig, Targets
-from baton.coordinator.state.scaling_decision import Drain, Flip, Want
+from baton.coordinator.state.scaling_decision import Drain, Flip, SetSize
 from baton.runtime.latency import LatencyModel
 from baton.runtime.ttft_target import TtftTarget
 
@@ -89,7 +90,7 @@ class Days:
                     for one in self.members
                 ]
         for action in decision.actions:
-            if isinstance(action, Want):
+            if isinstance(action, SetSize):
                 for number in range(action.num_workers - self.size(action.pool)):
                     name = f"new-{self.now}-{action.pool.value}-{number}"
                     view = WorkerView(name, action.pool, Phase.SERVING, self.now)
@@ -242,7 +243,7 @@ def test_a_flip_comes_before_a_cold_start_and_does_not_come_back():
     flips = [one for one in decision.actions if isinstance(one, Flip)]
     assert flips
     assert all(one.to is Pool.DECODE for one in flips)
-    assert not any(isinstance(one, Want) and one.num_workers > 2 for one in decision.actions)
+    assert not any(isinstance(one, SetSize) and one.num_workers > 2 for one in decision.actions)
     # The load changes to prompts; the flipped workers do not return at once.
     days.passes(60, rate=60, work_s=0.1, output=1.0)
     later = [one for each in days.decisions[-12:] for one in each.actions if isinstance(one, Flip)]
@@ -346,10 +347,8 @@ def test_starts_that_are_no_longer_wanted_are_given_up_and_workers_that_serve_ar
     days.passes(320, rate=28)
     serving = days.size(Pool.PREFILL)
     days.members.append(WorkerView("new", Pool.PREFILL, Phase.STARTING, days.now))
-    days.state = replace(
-        days.state,
-        prefill=replace(days.state.prefill, wanted=((days.now, serving + 1),)),
-    )
+    history = (PastNeed(days.now, serving + 1),)
+    days.state = replace(days.state, prefill=replace(days.state.prefill, need_history=history))
     days.passes(20, rate=28)
     assert days.size(Pool.PREFILL) == serving + 1
     days.passes(20, rate=28)
@@ -419,7 +418,7 @@ def test_a_worker_stuck_in_starting_counts_no_more():
     decision = days.passes(60, rate=10)
     assert decision.prefill.current == 1
     assert [one.worker_id for one in decision.actions if isinstance(one, Drain)] == ["stuck"]
-    assert Want(Pool.PREFILL, 2) in decision.actions
+    assert SetSize(Pool.PREFILL, 2) in decision.actions
 
 
 def test_an_idle_pool_shrinks_to_zero_and_grows_again():
@@ -589,7 +588,7 @@ def test_stale_measurements_freeze_the_pools_but_not_below_the_floor():
     old = Observation(900.0, tuple(days.members), MODEL)
     decision, _ = decide(old, days.config, State(now=995.0), 1000.0)
     assert decision.prefill.reason.endswith("last heard of 100 s ago: at least 3 all the same")
-    assert decision.actions == (Want(Pool.PREFILL, 3),)
+    assert decision.actions == (SetSize(Pool.PREFILL, 3),)
 
 
 def test_arrivals_while_the_pools_are_frozen_do_not_count_as_a_burst():

@@ -22,7 +22,7 @@ from baton.coordinator.scaling.autoscale.types import (
 from baton.coordinator.state.demand import Work
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig, Targets
-from baton.coordinator.state.scaling_decision import Drain, Flip, Want
+from baton.coordinator.state.scaling_decision import Drain, Flip, SetSize
 from baton.runtime.latency import LatencyModel
 from baton.runtime.ttft_target import TtftTarget
 
@@ -141,7 +141,9 @@ def test_never_outside_its_bounds_whatever_it_is_told(config, moments):
                 config.limits(pool).floor - len(observation.of(pool, Phase.STARTING)),
                 len(serving(observation, pool)),
             )
-        if config.max_gpus is not None and any(isinstance(one, Want) for one in decision.actions):
+        if config.max_gpus is not None and any(
+            isinstance(one, SetSize) for one in decision.actions
+        ):
             assert gpus <= max(config.max_gpus, len(workers))
         if any(why in decision.prefill.reason for why in ("last heard of", "a measurement is")):
             # The observation cannot be used.
@@ -211,7 +213,7 @@ class Closed:
             for one in self.members
         ]
         for action in decision.actions:
-            if isinstance(action, Want):
+            if isinstance(action, SetSize):
                 number = sum(one.pool is action.pool for one in self.members)
                 for _ in range(action.num_workers - number):
                     self.members.append(self._new(action.pool, Phase.STARTING))

@@ -51,7 +51,7 @@ class FixedLatency:
 
 
 def change(world, **changes) -> None:
-    targets = replace(world.core.scaler.targets["interactive"], **changes)
+    targets = replace(world.core.targets.by_lane["interactive"], **changes)
     world.handle(ev.TargetsRequested({"interactive": targets}))
 
 

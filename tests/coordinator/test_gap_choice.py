@@ -233,7 +233,7 @@ def test_a_cell_with_strict_roles_keeps_the_default(new_cell):
 
 def test_long_gaps_follow_a_changed_itl_target(long_cell):
     world = long_cell.world
-    targets = replace(world.core.scaler.targets["interactive"], itl_s=0.02)
+    targets = replace(world.core.targets.by_lane["interactive"], itl_s=0.02)
     world.handle(ev.TargetsRequested({"interactive": targets}))
     assert long_cell.gap_ms == 60  # Three times the target.
     assert long_cell.told_ms() == {"w0": [60], "w1": [60]}

@@ -387,13 +387,13 @@ def test_nothing_is_started_once_the_coordinator_stops(launched):
 
 def test_other_targets_count_from_the_next_decision_on(launched):
     made = launched(autoscale=True)
-    assert dict(made.core.scaler.targets)["interactive"].ttft_s == 0.5
-    changed = replace(made.core.scaler.targets["interactive"], ttft_s=0.1, percentile=99.0)
+    assert made.core.targets.by_lane["interactive"].ttft_s == 0.5
+    changed = replace(made.core.targets.by_lane["interactive"], ttft_s=0.1, percentile=99.0)
     made.world.handle(ev.TargetsRequested({"interactive": changed}))
     made.world.submit(num_prompt=200)
     made.wait(6)
     assert "over 100 ms" in made.reason(PREFILL)
-    assert made.core.scaler.targets["interactive"] == Targets(0.1, 0.05, 99.0)
+    assert made.core.targets.by_lane["interactive"] == Targets(0.1, 0.05, 99.0)
 
 
 def test_a_request_wakes_pools_that_sleep_and_waits_for_them(launched, out):

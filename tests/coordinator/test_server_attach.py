@@ -170,7 +170,7 @@ async def test_workers_that_return_or_join_later_learn_the_step_targets_in_force
         core = coordinator.shell.core
         assert first.welcome.step_targets == core.step_targets()
         await first.disconnect()
-        targets = replace(core.scaler.targets["interactive"], itl_s=0.02)
+        targets = replace(core.targets.by_lane["interactive"], itl_s=0.02)
         coordinator.shell.post(ev.TargetsRequested({"interactive": targets}))
         await first.connect()
         assert first.welcome.step_targets.itl.ToMilliseconds() == 20

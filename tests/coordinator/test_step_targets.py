@@ -19,7 +19,7 @@ def milliseconds(targets) -> tuple[float | None, float | None, float]:
 
 
 def change(world, **changes) -> None:
-    targets = replace(world.core.scaler.targets["interactive"], **changes)
+    targets = replace(world.core.targets.by_lane["interactive"], **changes)
     world.handle(ev.TargetsRequested({"interactive": targets}))
 
 

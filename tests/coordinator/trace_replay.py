@@ -97,10 +97,6 @@ class Outcome:
         """Largest amount of work of a worker, relative to the mean."""
         return max(self.work_s.values()) * len(self.work_s) / sum(self.work_s.values())
 
-    @property
-    def mean_work_s(self) -> float:
-        return sum(self.work_s.values()) / len(self.work_s)
-
 
 def on_one_worker(trace: Sequence[TraceRequest], num_blocks: int) -> Outcome:
     """Outcome with one cache for all requests in order of arrival."""

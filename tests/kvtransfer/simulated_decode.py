@@ -27,9 +27,6 @@ RECEIVE_BLOCKS = 3
 # One rank more than exist; its claims are refused.
 _MOST_RANKS = 3
 
-FrameKey = tuple[int, receiving.ReceivedFrame]
-"""An epoch, and a frame of that epoch."""
-
 
 class Decode:
     """A worker that receives."""

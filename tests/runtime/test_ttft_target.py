@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.coordinator.state.scaling_config import Targets, in_config, in_seconds
+from baton.coordinator.server.lane_targets import lane_targets
+from baton.coordinator.state.scaling_config import Targets, in_seconds
 from baton.runtime.config import BatonConfig, TargetsConfig, parse
 from baton.runtime.config_error import ConfigError
 from baton.runtime.ttft_target import TtftTarget
+from baton.v1 import common_pb2
 
 
 def test_the_target_grows_with_the_prompt() -> None:
@@ -76,6 +78,6 @@ def test_the_autoscaler_takes_no_wrong_slope(slope: float) -> None:
 def test_targets_keep_their_slope_between_seconds_and_milliseconds() -> None:
     found = in_seconds(TargetsConfig(ttft_ms=250, ttft_ms_per_1k_tokens=40))
     assert found.ttft == TtftTarget(0.25, 0.04)
-    again = in_config({"interactive": found}).interactive
-    assert (again.ttft_ms, again.ttft_ms_per_1k_tokens) == (250, 40)
-    assert again.ttft == found.ttft
+    told = lane_targets(common_pb2.LANE_INTERACTIVE, found)
+    assert (told.ttft_ms, told.ttft_ms_per_1k_tokens) == (250, 40)
+    assert TtftTarget.from_ms(told.ttft_ms, told.ttft_ms_per_1k_tokens) == found.ttft

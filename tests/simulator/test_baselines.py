@@ -9,7 +9,7 @@ import pytest
 from baton.coordinator.scaling.autoscale.types import DecodeLoad, Observation, Phase, WorkerView
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig
-from baton.coordinator.state.scaling_decision import Drain, Want
+from baton.coordinator.state.scaling_decision import Drain, SetSize
 from baton.runtime.latency import LatencyModel
 from baton.simulator.baselines import Hpa
 
@@ -65,7 +65,7 @@ def test_actions_change_the_pools_to_the_decided_sizes():
     one = hpa()
     one.decide(observation(4, 4, 8, 40), 0.0)
     decision = one.decide(observation(4, 4, 16, 20), 400.0)
-    assert Want(Pool.PREFILL, 8) in decision.actions
+    assert SetSize(Pool.PREFILL, 8) in decision.actions
     assert sum(isinstance(action, Drain) for action in decision.actions) == 2
 
 

@@ -18,7 +18,7 @@ from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig, Targets
-from baton.coordinator.state.scaling_decision import Drain, Flip, Want
+from baton.coordinator.state.scaling_decision import Drain, Flip, SetSize
 from baton.load import stats
 from baton.load.traces import Arrival
 from baton.runtime.config import SimulatedConfig, parse
@@ -163,7 +163,7 @@ class Script(Static):
 
 
 def test_a_started_worker_is_paid_from_its_order_and_serves_after_its_cold_start():
-    script = Script(at_5=(Want(Pool.DECODE, 2),))
+    script = Script(at_5=(SetSize(Pool.DECODE, 2),))
     made = cell(script, cold_start=ColdStart(1, 7, 1, 1), gpus={Pool.PREFILL: 1, Pool.DECODE: 4})
     record = made.run(steady(5, 30), sizes(1, 1), 30)
     serving = {one.at_s: one.decode for one in record.moments}

@@ -1,4 +1,4 @@
-"""Keeps the load history by interval, and forecasts the load at the end of a cold start."""
+"""Forecasts the load at the end of a cold start from the load history."""
 
 from __future__ import annotations
 
@@ -6,53 +6,17 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from baton.coordinator.scaling.autoscale.types import LaneLoad, Sample
+from baton.coordinator.scaling.autoscale.types import Sample
 
 # Two windows over the recent load: the short one follows changes quickly, the long one is needed to
 # distinguish a change from random variation.
 _SHORT_S, _TREND_S = 30.0, 120.0
-# Age limit of samples.
-_KEPT_S = 900.0
 # Upper limit of the forecast growth factor.
 _MAX_GROWTH = 2.0
 # Significance limit in standard errors: a smaller slope is considered random variation.
 _SIGNIFICANCE = 2.0
 # Minimum number of intervals for estimating burstiness, and upper limit of the estimate.
 _MIN_INTERVALS, _MAX_BURSTINESS = 12, 4.0
-_FIELDS = ("num_arrived", "work_s", "num_output_tokens", "num_kv_tokens")
-
-
-def sample(
-    before: Sequence[tuple[str, LaneLoad]],
-    after: Sequence[tuple[str, LaneLoad]],
-    lanes: frozenset[str],
-    now: float,
-    span_s: float,
-    num_decodes: int,
-) -> Sample | None:
-    """Load of these lanes between two observations; None if a total is lower than before.
-
-    Totals fall when the coordinator has restarted.
-    """
-    old = dict(before)
-    sums = dict.fromkeys(_FIELDS, 0.0)
-    for name, load in after:
-        if name not in lanes:
-            continue
-        earlier = old.get(name, LaneLoad())
-        for one in _FIELDS:
-            difference = getattr(load, one) - getattr(earlier, one)
-            if not (math.isfinite(difference) and difference >= 0):
-                return None
-            sums[one] += difference
-    rate, work, output_tokens, kv_tokens = (sums[one] / span_s for one in _FIELDS)
-    present = num_decodes + sum(load.num_waiting for name, load in after if name in lanes)
-    return Sample(now, span_s, rate, work, output_tokens, kv_tokens, present)
-
-
-def kept(samples: Sequence[Sample], now: float) -> tuple[Sample, ...]:
-    """Drops samples that are too old, or in the future because the clock went back."""
-    return tuple(one for one in samples if now - _KEPT_S <= one.at <= now)
 
 
 def recent(samples: Sequence[Sample], now: float, seconds: float) -> list[Sample]:

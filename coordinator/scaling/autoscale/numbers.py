@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from baton.coordinator.scaling.autoscale.sizing import Members
+from baton.coordinator.scaling.autoscale.members import Members
 from baton.coordinator.scaling.autoscale.types import LaneLoad, Observation, Phase
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import ScalingConfig
@@ -46,9 +46,9 @@ def numbers(
             found["itl_ms"] = load.itl_s * 1e3
         if load.itl_predicted_s is not None:
             found["itl_predicted_ms"] = load.itl_predicted_s * 1e3
-        wanted = [one.itl_s for one in targets.values() if one.itl_s is not None]
-        if wanted:
-            found["itl_target_ms"] = min(wanted) * 1e3
+        targets_s = [one.itl_s for one in targets.values() if one.itl_s is not None]
+        if targets_s:
+            found["itl_target_ms"] = min(targets_s) * 1e3
         return found
     earlier = dict(before.lanes) if before is not None else {}
     for name, lane in observation.lanes:

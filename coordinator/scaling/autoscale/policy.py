@@ -1,11 +1,10 @@
-"""Interface of scaling policies, and the autoscaler as its default implementation."""
+"""Interface of scaling policies; the default policy is `Autoscaler` in autoscaler.py."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from baton.coordinator.scaling.autoscale.autoscaler import decide
-from baton.coordinator.scaling.autoscale.types import Observation, State
+from baton.coordinator.scaling.autoscale.types import Observation
 from baton.coordinator.state.scaling_config import ScalingConfig
 from baton.coordinator.state.scaling_decision import Decision
 
@@ -22,15 +21,3 @@ class Policy(Protocol):
     interval_s: float
 
     def decide(self, observation: Observation, now: float) -> Decision: ...
-
-
-class Autoscaler:
-    """Calls `decide` of autoscaler.py and keeps the state between decisions."""
-
-    def __init__(self, config: ScalingConfig) -> None:
-        self.config, self.interval_s = config, config.interval_s
-        self._state = State()
-
-    def decide(self, observation: Observation, now: float) -> Decision:
-        decision, self._state = decide(observation, self.config, self._state, now)
-        return decision

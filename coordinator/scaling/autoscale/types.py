@@ -1,13 +1,10 @@
-"""Input types and state of the autoscaler; all are immutable.
-
-`decide(observation, config, state, now)` in autoscaler.py is a pure function. The scaler calls it
-on a timer, keeps the returned state, and carries out the actions: new pool sizes, drains and flips.
-"""
+"""Observation that the autoscaler decides by, and its state between decisions; all immutable."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from baton.coordinator.state.demand import Work
 from baton.coordinator.state.pools import Pool
@@ -202,19 +199,35 @@ class Misses:
     seen: float = 0.0
 
 
+class PastNeed(NamedTuple):
+    """Number of workers that the load needed at a time.
+
+    Attributes:
+        at: time by the core's clock.
+        workers: number of workers.
+    """
+
+    at: float
+    workers: int
+
+
+NeedHistory = tuple[PastNeed, ...]
+"""Needs within the window in which a pool does not shrink, oldest first; see need_history.py."""
+
+
 @dataclass(frozen=True, slots=True)
 class PoolState:
     """State of one pool.
 
     Attributes:
-        wanted: pairs (time, needed workers) within the window, oldest first.
+        need_history: needs of the pool.
         correction: measured correction factor on predicted latencies.
         misses: missed targets since the correction was last raised.
         small_at: time when the pool was last smaller than needed.
         flipped_in_at: time when the latest worker joined from the other pool.
     """
 
-    wanted: tuple[tuple[float, int], ...] = ()
+    need_history: NeedHistory = ()
     correction: float = 1.0
     misses: Misses = field(default_factory=Misses)
     small_at: float = -1e18
@@ -229,7 +242,7 @@ class State:
         now: time of the latest decision.
         lanes: lane loads at the latest decision.
         samples: load history, oldest first.
-        wanted: sum of both pools' needs, in the form of PoolState.wanted.
+        total_history: sums of both pools' needs.
         busy_at: time when a request was last present.
     """
 
@@ -238,5 +251,5 @@ class State:
     samples: tuple[Sample, ...] = ()
     prefill: PoolState = field(default_factory=PoolState)
     decode: PoolState = field(default_factory=PoolState)
-    wanted: tuple[tuple[float, int], ...] = ()
+    total_history: NeedHistory = ()
     busy_at: float | None = None

@@ -196,8 +196,9 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetTargets(self, request, context):
-        """Changes the latency targets that pools are sized for, and by which requests are placed and steps
-        are limited. Every coordinator has targets. Returns those of all lanes.
+        """Changes the latency targets that pools are sized for and that limit the workers' steps; in an
+        elastic cell, requests are placed by them too. Every coordinator has targets. Returns those of
+        all lanes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -55,8 +55,9 @@ class AdminStub:
     again. FAILED_PRECONDITION: the size is outside the pool's minimum and maximum.
     """
     SetTargets: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetTargetsRequest, _admin_pb2.SetTargetsResponse]
-    """Changes the latency targets that pools are sized for, and by which requests are placed and steps
-    are limited. Every coordinator has targets. Returns those of all lanes.
+    """Changes the latency targets that pools are sized for and that limit the workers' steps; in an
+    elastic cell, requests are placed by them too. Every coordinator has targets. Returns those of
+    all lanes.
     """
     SetAutoscale: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetAutoscaleRequest, _admin_pb2.SetAutoscaleResponse]
     """Switches autoscaling on or off. On: pools follow the load, including those sized by hand. Off:
@@ -140,8 +141,9 @@ class AdminAsyncStub(AdminStub):
     again. FAILED_PRECONDITION: the size is outside the pool's minimum and maximum.
     """
     SetTargets: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetTargetsRequest, _admin_pb2.SetTargetsResponse]  # type: ignore[assignment]
-    """Changes the latency targets that pools are sized for, and by which requests are placed and steps
-    are limited. Every coordinator has targets. Returns those of all lanes.
+    """Changes the latency targets that pools are sized for and that limit the workers' steps; in an
+    elastic cell, requests are placed by them too. Every coordinator has targets. Returns those of
+    all lanes.
     """
     SetAutoscale: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetAutoscaleRequest, _admin_pb2.SetAutoscaleResponse]  # type: ignore[assignment]
     """Switches autoscaling on or off. On: pools follow the load, including those sized by hand. Off:
@@ -270,8 +272,9 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.SetTargetsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.SetTargetsResponse, _abc.Awaitable[_admin_pb2.SetTargetsResponse]]:
-        """Changes the latency targets that pools are sized for, and by which requests are placed and steps
-        are limited. Every coordinator has targets. Returns those of all lanes.
+        """Changes the latency targets that pools are sized for and that limit the workers' steps; in an
+        elastic cell, requests are placed by them too. Every coordinator has targets. Returns those of
+        all lanes.
         """
 
     @_abc_1.abstractmethod

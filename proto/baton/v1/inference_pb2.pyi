@@ -78,6 +78,7 @@ class GenerateRequest(_message.Message):
     traceparent: _builtins.str
     """W3C trace context of this request."""
     tracestate: _builtins.str
+    """Ignored: the spans that Baton exports carry no vendor data."""
     tenant: _builtins.str
     """Tenant that the request is accounted to: tenants share each lane fairly and may have limits. At
     most 64 characters of [A-Za-z0-9._:-]; empty: "default". If the coordinator authenticates
