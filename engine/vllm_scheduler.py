@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -26,6 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from baton.engine.step_planner import StepPlanner
 from baton.engine.vllm_adapter_slots import AdapterSlots
+from baton.engine.vllm_block_room import LOOKUP_AGAIN_S, BlockRoom
 from baton.engine.vllm_load_failures import TableLoadFailures
 from baton.engine.vllm_step_plan import Candidate, StepPlan, StepRequests, WaitingRequests
 from baton.engine.vllm_step_targets import TargetsReader
@@ -38,15 +38,8 @@ from baton.runtime.step_budget import Prompt, StreamPace, Streams, prompt_order
 # socket) and "prior" (LatencyModel's fields).
 STEPS = "steps"
 
-# Seconds after which the cached part of a waiting prompt is looked up again, and largest number of
-# look-ups in one step: a look-up takes some 50 us for a prompt of 1,500 tokens.
-_LOOKUP_AGAIN_S, _MAX_LOOKUPS = 1.0, 8
 # Share of the time for prompts that they get while ranks copy handoffs in the steps.
 _SHARE_BESIDE_LOADS = 0.5
-# Value of `BatonScheduler._cached` for a prompt that was not looked up.
-_NOT_LOOKED_UP = (0, (), 0.0)
-# More blocks than any cache has.
-_NO_LIMIT = 2**62
 # Statuses of waiting requests that compute their prompt next.
 _COMPUTES_PROMPT = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
@@ -80,10 +73,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         self._lack_images: set[str] = set()
         # Waiting requests that vLLM tried to start in the latest step.
         self._tried: set[Request] = set()
-        # Number of tokens of each waiting prompt in the prefix cache and, after those, in host
-        # memory; the blocks of the former; and when they were looked up.
-        self._cached: dict[str, tuple[int, Sequence[Sequence[KVCacheBlock]], float]] = {}
-        self._num_lookups = 0
+        self._room = BlockRoom(self.kv_cache_manager, self.connector, self.requests)
         # Adapters of the running requests in the latest step, and the waiting requests that vLLM
         # skipped there for want of a slot.
         self._slots = AdapterSlots(None)
@@ -193,7 +183,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
 
     def _divide(self, now: float) -> StepRequests:
         """Divides the requests by what the next step does with them; `now` is by time.time."""
-        self._num_lookups = 0
+        self._room.begin_step()
         # Prompts that have been loaded hold blocks, as running ones do.
         self._slots = AdapterSlots.of(self.lora_config, self.running)
         slots = self._slots.copy()
@@ -402,7 +392,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         # A prompt that was loaded holds blocks before it runs.
         running = num_done > 0
         if not running:
-            num_done = self._num_cached(request, now)
+            num_done = self._room.num_cached(request, now)
         # A stream that was preempted is not late: its first token is out.
         due_at = math.inf
         if not request.num_output_tokens:
@@ -417,20 +407,6 @@ class BatonScheduler(TableLoadFailures, Scheduler):
             due_in_s=due_at - now,
         )
         return Candidate(request, prompt, prompt_order(prompt, self.planner.model))
-
-    def _num_cached(self, request: Request, now: float) -> int:
-        """Tokens of a waiting prompt that need not be computed, looked up once a second."""
-        num_cached, _, looked_up_at = self._cached.get(request.request_id, _NOT_LOOKED_UP)
-        if now - looked_up_at > _LOOKUP_AGAIN_S and self._num_lookups < _MAX_LOOKUPS:
-            self._num_lookups += 1
-            if len(self._cached) > 2 * len(self.requests):
-                self._cached = {
-                    name: one for name, one in self._cached.items() if name in self.requests
-                }
-            found, num_cached, *_ = self.kv_cache_manager.get_computed_blocks(request)
-            num_cached += self.connector.num_stored_tokens(request, num_cached)
-            self._cached[request.request_id] = (num_cached, found.blocks, now)
-        return int(num_cached)
 
     def _found_stalled(self, num_scheduled_tokens: Mapping[str, int]) -> frozenset[str]:
         """Requests with a grant that vLLM neither gave tokens nor deferred."""
@@ -453,13 +429,9 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         return request in self._tried or self._lacks_blocks(name)
 
     def _lacks_blocks(self, name: str) -> bool:
-        """Whether the cache probably has too few free blocks for a request.
-
-        Cached blocks count as of the latest look-up.
-        """
+        """Whether the cache probably has too few free blocks for a request."""
         request = self.requests.get(name)
-        num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        return request is not None and self._num_free_blocks_taken(request) > num_free
+        return request is not None and self._room.num_taken(request) > self._room.num_free
 
     def _waits_for_event(self, request: Request) -> bool:
         """Whether a waiting request waits for its handoff, or for anything but its prompt's turn.
@@ -491,11 +463,10 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         """Whether the ranks copy a request's handoff in the next step, if its streams have time."""
         if request in self.kv_holding_waiting:
             return not self._is_loaded(request)
-        num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         return (
             slots.has(request)
             and not self.connector.is_on_its_way(request.request_id)
-            and self._num_blocks(request.num_tokens) <= num_free
+            and self._room.num_blocks(request.num_tokens) <= self._room.num_free
         )
 
     def _take_turn_to_ask(self, request: Request, now: float) -> bool:
@@ -509,7 +480,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         if not self.connector.is_on_its_way(name):
             self._asked_at.pop(name, None)
             return True
-        if now - self._asked_at.get(name, 0.0) <= _LOOKUP_AGAIN_S:
+        if now - self._asked_at.get(name, 0.0) <= LOOKUP_AGAIN_S:
             return False
         if len(self._asked_at) > 2 * len(self.requests):
             self._asked_at = {one: at for one, at in self._asked_at.items() if one in self.requests}
@@ -525,41 +496,17 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         older = [one for one in self.running if _is_prompt(one)]
         if not older:
             return len(arrivals)
-        num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        num_free = self._room.num_free
         for index, one in enumerate(arrivals):
             num_reserved = sum(
-                self._num_blocks(other.num_tokens - other.num_computed_tokens)
+                self._room.num_blocks(other.num_tokens - other.num_computed_tokens)
                 for other in older
                 if _age(other) < _age(one.request)
             )
-            num_free -= self._num_free_blocks_taken(one.request)
+            num_free -= self._room.num_taken(one.request)
             if num_free < num_reserved:
                 return index
         return len(arrivals)
-
-    def _num_free_blocks_taken(self, request: Request) -> int:
-        """Number of free blocks that a request takes for the rest of its tokens.
-
-        Cached blocks that no request holds are among the free ones, and what comes from host memory
-        needs blocks too.
-        """
-        if request.num_computed_tokens:
-            return self._num_blocks(request.num_tokens - request.num_computed_tokens)
-        _, cached, _ = self._cached.get(request.request_id, _NOT_LOOKED_UP)
-        num_held: int = sum(
-            one.ref_cnt > 0 and not one.is_null for table in cached for one in table
-        )
-        return max(0, self._num_blocks(request.num_tokens) - num_held)
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        """Most blocks, of all block tables, that a request holds for this many more tokens."""
-        return sum(
-            min(
-                -(-num_tokens // table.block_size),
-                table.max_admission_blocks_per_request or _NO_LIMIT,
-            )
-            for table in self.kv_cache_manager.coordinator.single_type_managers
-        )
 
 
 def _is_prompt(request: Request) -> bool:
