@@ -31,6 +31,7 @@ from typing import Any, TypeAlias
 from baton.bench import interrupts, systems
 from baton.bench.neighbours_report import KINDS, NUM_BEFORE, Delay, delay_of, report
 from baton.engine.base import EngineInfo, EngineOutput, EngineRequest, Finish
+from baton.engine.served_model import ServedModel
 from baton.engine.vllm_engine import VllmEngine
 from baton.engine.warm_up import warm_up
 from baton.kvtransfer.control import TransferClient
@@ -234,9 +235,7 @@ async def running(
         transfer = await TransferClient.start(staging, str(directory / f"{name}.sock"))
         stack.push_async_callback(transfer.close)
         engine = VllmEngine(
-            demo_model.ensure(given.model),
-            "bench",
-            arguments,
+            ServedModel(demo_model.ensure(given.model), "bench", arguments),
             transfer.socket_path,
             scheduler="vllm",
             kv_store=KvStoreConfig(host_bytes=host_bytes),

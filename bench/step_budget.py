@@ -21,6 +21,7 @@ from baton.bench import mixed_load, systems
 from baton.bench.mixed_load import Answer, Arrival, Slo
 from baton.bench.streams import Timed
 from baton.engine.base import EngineRequest
+from baton.engine.served_model import ServedModel
 from baton.engine.vllm_engine import VllmEngine
 from baton.engine.warm_up import warm_up
 from baton.kvtransfer.control import TransferClient
@@ -82,8 +83,8 @@ async def running(
         socket_path = str(directory / f"{scheduler}.sock")
         transfer = await TransferClient.start(STAGING, socket_path)
         stack.push_async_callback(transfer.close)
-        model = demo_model.ensure(MODEL)
-        engine = VllmEngine(model, "bench", arguments, socket_path, scheduler=scheduler)
+        served = ServedModel(demo_model.ensure(MODEL), "bench", arguments)
+        engine = VllmEngine(served, socket_path, scheduler=scheduler)
         stack.push_async_callback(engine.stop)
         info = await engine.start()
         await warm_up(engine, info)

@@ -131,7 +131,6 @@ class Attempt:
             request_id=self.spec.request_id,
             attempt=self.spec.attempt,
             role=self.role,
-            next_offset=len(self.token_ids),
             token_ids=self.token_ids,
             num_text_chars=self.num_text_chars,
             decoding=self.decoding,

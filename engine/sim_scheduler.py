@@ -209,8 +209,8 @@ class Scheduler:
 
     Attributes:
         caching_block_tokens: Block size of the prefix cache in tokens; 0 without prefix caching.
-        is_ready: Returns whether a waiting request may start. A request that waits for its handoff
-            may not, and does not delay later requests.
+        end_wait: Ends a waiting request's wait for its handoff, if the wait is over, and returns
+            whether the request may start. A request that still waits does not delay later ones.
         on_start: Called when a request has got its blocks, before its missing tokens are counted.
         model: Predicts the time of a step; None: steps have no limit.
         targets: Targets of a step's time; None: steps have no limit.
@@ -221,7 +221,7 @@ class Scheduler:
     blocks: BlockPool
     max_num_seqs: int
     max_num_batched_tokens: int
-    is_ready: Callable[[LiveRequest], bool]
+    end_wait: Callable[[LiveRequest], bool]
     on_start: Callable[[LiveRequest], None]
     caching_block_tokens: int = 0
     model: LatencyModel | None = None
@@ -363,7 +363,7 @@ class Scheduler:
         waiting = policy.ordered(
             (self._prompt(request, policy.now, self._num_expected(request)), request)
             for request in self.waiting
-            if self.is_ready(request)
+            if self.end_wait(request)
         )
         # Only requests that can get a place take part in the distribution.
         waiting.sort(key=lambda one: not one[1].has_blocks)
@@ -445,7 +445,7 @@ class Scheduler:
         while self._waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             entry = heapq.heappop(self._waiting)
             request = entry[1]
-            if not self.is_ready(request) or (is_full and not request.has_blocks):
+            if not self.end_wait(request) or (is_full and not request.has_blocks):
                 put_back.append(entry)
                 continue
             if not self._take_blocks(request):

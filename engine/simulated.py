@@ -116,7 +116,7 @@ class SimulatedEngine:
             self._blocks,
             settings.max_num_seqs,
             settings.max_num_batched_tokens,
-            is_ready=self._is_ready,
+            end_wait=self._end_wait,
             on_start=self._on_start,
             caching_block_tokens=settings.block_size_tokens if settings.prefix_caching else 0,
             model=self._latency.scaled(settings.time_scale) if limits_steps else None,
@@ -507,23 +507,28 @@ class SimulatedEngine:
 
     # ---- Receiving handoffs.
 
-    def _is_ready(self, live: LiveRequest) -> bool:
-        """Returns whether a request has no handoff to wait for (any longer)."""
+    def _end_wait(self, live: LiveRequest) -> bool:
+        """Ends a request's wait for its handoff, if the wait is over.
+
+        Notes how long the request has waited. If its fetch has not come, it loads nothing.
+
+        Returns:
+            Whether the request may start.
+        """
         receive = live.request.receive
         if live.receive_deadline is None or receive is None or self._port is None:
             return True
         now = monotonic()
+        is_committed = self._port.is_committed(receive.handoff_id)
         if now < live.receive_deadline:
             if not self._port.is_settled(receive.handoff_id):
                 return False
             # The request that loads it has not started yet.
-            if receive.only_waits and self._port.is_committed(receive.handoff_id):
+            if receive.only_waits and is_committed:
                 return False
         if live.handoff_wait_s is None:
             live.handoff_wait_s = now - live.submitted_at
-        if receive.is_fetch and (
-            receive.only_waits or not self._port.is_committed(receive.handoff_id)
-        ):
+        if receive.is_fetch and (receive.only_waits or not is_committed):
             # The request starts like one without a fetch.
             self._end_receive(live, receive)
         return True

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from vllm.v1.attention.selector import get_attn_backend
 
 from baton.engine.base import EngineDead
 from baton.engine.model_revision import model_revision, weights_revision
+from baton.engine.served_model import ServedModel
 from baton.engine.vllm_groups import all_stages
 from baton.engine.vllm_lora import lora_args
 from baton.engine.vllm_own_connector import OWN_ARGUMENTS, own_offloading
@@ -83,26 +84,18 @@ class RefusingEngineArgs(AsyncEngineArgs):  # type: ignore[misc]
         return model
 
 
-def checked_args(
-    model: str,
-    served_name: str,
-    engine_args: dict[str, Any],
-    adapters: Mapping[str, str],
-    traces: Path,
-) -> dict[str, Any]:
+def checked_args(served: ServedModel, traces: Path) -> dict[str, Any]:
     """Returns the arguments of RefusingEngineArgs: the user's, and those that Baton sets.
 
     Args:
-        model: Local directory or hub ID.
-        served_name: Name of the model in requests.
-        engine_args: The user's engine arguments, by vLLM's names.
-        adapters: Directory or hub ID of each LoRA adapter, by name.
+        served: The model, with the user's arguments.
         traces: Directory of profiles.
 
     Raises:
         EngineDead: vLLM does not know an argument, Baton sets it itself, or Baton refuses its
             value.
     """
+    engine_args = served.engine_args
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     for name in engine_args:
         if name in _OWN_ARGS:
@@ -115,8 +108,8 @@ def checked_args(
     # The settings of the user's connector go to Baton's connector (VllmSetup.make).
     passed = {name: one for name, one in engine_args.items() if name not in OWN_ARGUMENTS}
     args: dict[str, Any] = {
-        "model": model,
-        "served_model_name": served_name,
+        "model": served.model,
+        "served_model_name": served.served_name,
         # Both roles, so that a worker can change its role.
         "kv_transfer_config": {
             "kv_connector": "BatonConnector",
@@ -128,7 +121,7 @@ def checked_args(
         },
         "scheduling_policy": "priority",
         "enable_log_requests": False,
-        **lora_args(adapters, engine_args),
+        **lora_args(served.adapters, engine_args),
         "worker_extension_cls": WORKER_EXTENSION,
         # With such a cache, a request without pixels would fail in an engine core that has not seen
         # the image before.

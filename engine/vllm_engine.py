@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +44,7 @@ from baton.engine.base import (
     TierLoads,
     Trace,
 )
+from baton.engine.served_model import ServedModel
 from baton.engine.vllm_forced_tokens import EXTRA_ARG
 from baton.engine.vllm_images import VllmImages, without_pixels
 from baton.engine.vllm_live import LiveRequest
@@ -79,11 +80,8 @@ class VllmEngine:
     """One vLLM engine process group.
 
     Args:
-        model: Local directory or hub ID.
-        served_name: Name of the model in requests.
-        engine_args: vLLM's engine arguments, by vLLM's names (AsyncEngineArgs).
+        served: The model.
         transfer_socket: Control socket of this worker's transfer service.
-        adapters: Directory or hub ID of each LoRA adapter, by name.
         scheduler: Which scheduler chooses the prompt tokens of a step (steps.scheduler).
         prior: Latency model of Baton's scheduler until it has measured steps.
         kv_store: Host memory and disk for copies of full KV blocks.
@@ -91,20 +89,15 @@ class VllmEngine:
 
     def __init__(
         self,
-        model: str,
-        served_name: str,
-        engine_args: dict[str, Any],
+        served: ServedModel,
         transfer_socket: str,
-        adapters: Mapping[str, str] | None = None,
         *,
         scheduler: Literal["baton", "vllm"] = "baton",
         prior: LatencyModel = _PRIOR,
         kv_store: KvStoreConfig = _NO_STORE,
     ) -> None:
-        self._adapters = adapters or {}
-        self._lora_requests = lora_requests(self._adapters)
-        self._model, self._served_name = model, served_name
-        self._engine_args, self._transfer_socket = engine_args, transfer_socket
+        self._served, self._transfer_socket = served, transfer_socket
+        self._lora_requests = lora_requests(served.adapters)
         self._traces = Path(transfer_socket).parent / "traces"
         self._live: dict[str, LiveRequest] = {}
         self._by_internal_id: dict[str, LiveRequest] = {}
@@ -143,14 +136,11 @@ class VllmEngine:
     def _start(self) -> EngineInfo:
         begun_at, store = time.monotonic(), self._kv_store
         setup = VllmSetup.make(
-            self._model,
-            self._served_name,
-            self._engine_args,
-            self._adapters,
+            self._served,
             self._transfer_socket,
             self._traces,
-            self._prior,
-            store.resolved_host_bytes(),
+            prior=self._prior,
+            host_bytes=store.resolved_host_bytes(),
         )
         if store.disk_dir:
             self._disk = setup.open_disk(store.disk_dir, store.disk_bytes)
@@ -169,7 +159,7 @@ class VllmEngine:
         affinity.avoid_cores(setup.rank_cpus)
         setup = setup.started()
         self._kv_tokens = setup.kv_tokens
-        info = setup.info(self._served_name, self._model, begun_at)
+        info = setup.info(self._served, begun_at)
         return dataclasses.replace(info, disk_bytes_per_s=store.disk_bytes_per_s)
 
     async def submit(self, request: EngineRequest) -> None:

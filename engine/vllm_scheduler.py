@@ -16,10 +16,8 @@ import itertools
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -27,7 +25,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from baton.engine.step_planner import StepPlanner
 from baton.engine.vllm_adapter_slots import AdapterSlots
+from baton.engine.vllm_block_room import LOOKUP_AGAIN_S, BlockRoom
 from baton.engine.vllm_load_failures import TableLoadFailures
+from baton.engine.vllm_step_plan import Candidate, StepPlan, StepRequests, WaitingRequests
 from baton.engine.vllm_step_targets import TargetsReader
 from baton.engine.warm_up import is_warm_up
 from baton.kvtransfer.connector.request_params import RequestParams, read_itl_s
@@ -38,32 +38,10 @@ from baton.runtime.step_budget import Prompt, StreamPace, Streams, prompt_order
 # socket) and "prior" (LatencyModel's fields).
 STEPS = "steps"
 
-# Seconds after which the cached part of a waiting prompt is looked up again, and largest number of
-# look-ups in one step: a look-up takes some 50 us for a prompt of 1,500 tokens.
-_LOOKUP_AGAIN_S, _MAX_LOOKUPS = 1.0, 8
 # Share of the time for prompts that they get while ranks copy handoffs in the steps.
 _SHARE_BESIDE_LOADS = 0.5
-# Value of `BatonScheduler._cached` for a prompt that was not looked up.
-_NOT_LOOKED_UP = (0, (), 0.0)
-# More blocks than any cache has.
-_NO_LIMIT = 2**62
 # Statuses of waiting requests that compute their prompt next.
 _COMPUTES_PROMPT = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-
-
-@dataclass(slots=True, eq=False)
-class _Candidate:
-    """A prompt that the step may compute.
-
-    Attributes:
-        request: vLLM's request.
-        prompt: The request's prompt as the policy sees it.
-        rank: Sort key; smaller values go first.
-    """
-
-    request: Request
-    prompt: Prompt
-    rank: tuple[float, ...]
 
 
 class BatonScheduler(TableLoadFailures, Scheduler):
@@ -85,10 +63,9 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         # This replaces vLLM's queue for the policy "priority", which sorts requests itself.
         # Preemption does not use the queue.
         self.waiting = FCFSRequestQueue()
-        # Largest number of tokens of each prompt in the next step; prompts not in it have no limit.
-        self._chunk_limits: dict[str, int] = {}
-        # Requests with tokens in the latest plan to which vLLM gave none: they wait for blocks, or
-        # for room in the encoder cache, which holds images.
+        self._plan = StepPlan()
+        # Requests with a grant in the latest plan to which vLLM gave no token: they wait for
+        # blocks, or for room in the encoder cache, which holds images.
         self._stalled: frozenset[str] = frozenset()
         # Those of them for which the cache had too few free blocks after that step, and those that
         # wait for room for their next image.
@@ -96,10 +73,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         self._lack_images: set[str] = set()
         # Waiting requests that vLLM tried to start in the latest step.
         self._tried: set[Request] = set()
-        # Number of tokens of each waiting prompt in the prefix cache and, after those, in host
-        # memory; the blocks of the former; and when they were looked up.
-        self._cached: dict[str, tuple[int, Sequence[Sequence[KVCacheBlock]], float]] = {}
-        self._num_lookups = 0
+        self._room = BlockRoom(self.kv_cache_manager, self.connector, self.requests)
         # Adapters of the running requests in the latest step, and the waiting requests that vLLM
         # skipped there for want of a slot.
         self._slots = AdapterSlots(None)
@@ -114,14 +88,14 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         self.planner.begin(time.monotonic(), self.requests)
         # The first step with another request has a limit: it is the first one that is measured.
         self._warms_up = self._warms_up and all(map(is_warm_up, self.requests))
-        self.max_num_scheduled_tokens, held = self._plan()
+        self._make_plan()
         self._lack_slot.clear()
         self._tried.clear()
         try:
             output = super().schedule(*args, **kwargs)
         finally:
             self.max_num_scheduled_tokens = self._max_step_tokens
-            self.waiting.extend(held)
+            self.waiting.extend(self._plan.hidden)
         self._stalled = self._found_stalled(output.num_scheduled_tokens)
         self._lack_blocks = frozenset(filter(self._lacks_blocks, self._stalled))
         self._lack_images &= self._stalled
@@ -189,104 +163,131 @@ class BatonScheduler(TableLoadFailures, Scheduler):
 
     def _bound_chunk(self, request: Request, num_new_tokens: int) -> int:
         """Returns the number of tokens of a prompt's chunk, bounded by the plan of the step."""
-        most = self._chunk_limits.get(request.request_id)
-        if most is None:
+        if request.request_id in self._plan.withheld:
+            return 0
+        granted = self._plan.grants.get(request.request_id)
+        if granted is None:
             return num_new_tokens
         # vLLM pads the first decode of a request to 1 + drafts, and must get all or nothing.
-        return min(num_new_tokens, most and max(most, 1 + self.num_spec_tokens))
+        return min(num_new_tokens, max(granted, 1 + int(self.num_spec_tokens)))
 
     # ---- The plan of a step
 
-    def _plan(self) -> tuple[int, list[Request]]:
-        """Orders the requests and bounds their prompts.
+    def _make_plan(self) -> None:
+        """Plans the next step, and makes vLLM follow the plan."""
+        now = time.time()
+        requests = self._divide(now)
+        streams = self._streams(requests, now)
+        self._plan = self._distribute(requests, streams)
+        self._impose(requests, self._plan)
 
-        Returns:
-            The step's number of tokens; waiting requests that vLLM must not see in the step.
-        """
-        now, model, self._num_lookups = time.time(), self.planner.model, 0
-        decodes = [one for one in self.running if not _is_prompt(one)]
+    def _divide(self, now: float) -> StepRequests:
+        """Divides the requests by what the next step does with them; `now` is by time.time."""
+        self._room.begin_step()
         # Prompts that have been loaded hold blocks, as running ones do.
         self._slots = AdapterSlots.of(self.lora_config, self.running)
         slots = self._slots.copy()
         num_places = max(0, self.max_num_active_reqs - len(self.running))
         all_loaded = [one for one in self.kv_holding_waiting if self._is_loaded(one)]
-        loaded = list(itertools.islice(filter(slots.take, all_loaded), num_places))
-        begun = [*(one for one in self.running if _is_prompt(one)), *loaded]
-        chunks = [self._candidate(one, now, model) for one in begun]
-        num_places -= len(loaded)
-        arrivals, awaiting, blocked, held = self._divide_waiting(now, model, slots, num_places)
-        # vLLM adds the requests again that wait for an event (see _is_stalled).
-        self.deferred_waiting.difference_update(all_loaded, awaiting)
+        placed = list(itertools.islice(filter(slots.take, all_loaded), num_places))
+        prompts = [self._candidate(one, now) for one in self.running if _is_prompt(one)]
+        loaded = [self._candidate(one, now) for one in placed]
+        waiting = self._divide_waiting(now, slots, num_places - len(loaded))
         # A prompt that now has enough blocks gets its whole share at once.
         lack_blocks = self._lack_blocks - self._lack_images
         self._stalled -= {one for one in lack_blocks if not self._lacks_blocks(one)}
-        behind = self._behind_stalled(loaded, _in_lanes(awaiting, map(_request, arrivals)))
-        blocked += [one.request for one in arrivals if one.request in behind]
-        arrivals = [one for one in arrivals if one.request not in behind]
-        # A stalled prompt gets one token until it progresses. With more, it would take the time of
-        # prompts that can progress, and that may hold what it waits for.
-        stalled = [
-            one.request for one in (*chunks, *arrivals) if one.request.request_id in self._stalled
-        ]
-        prompts = sorted(
-            (one for one in (*chunks, *arrivals) if one.request.request_id not in self._stalled),
-            key=_rank,
+        waiting = self._block_behind_stalled(placed, waiting)
+        may_come = (
+            one for one in (*waiting.awaiting, *waiting.hidden) if self._awaits_handoff(one)
         )
-        waiting = [one for one in (*awaiting, *held) if self._awaits_handoff(one)]
-        coming = [
-            one
-            for one in (*self.kv_holding_waiting, *waiting)
-            if one.priority <= 0 and _is_handed_over(one)
-        ]
-        streams = self._streams(decodes, coming, now)
-        has_limit = math.isfinite(streams.limit_s) and streams.limit_s > 0
-        self.connector.limit_step(streams.limit_s if has_limit else 0.0)
-        copies = (
-            has_limit
-            and self.connector.copies_in_steps
-            and any(self._loads_handoff(one, slots) for one in coming)
+        return StepRequests(
+            streams=[one for one in self.running if not _is_prompt(one)],
+            prompts=prompts,
+            loaded=loaded,
+            unplaced=list(set(all_loaded).difference(placed)),
+            waiting=waiting,
+            coming=[
+                one
+                for one in (*self.kv_holding_waiting, *may_come)
+                if one.priority <= 0 and _is_handed_over(one)
+            ],
+            slots=slots,
         )
-        # vLLM asks requests for their handoff only while tokens are left in the step.
-        per_request = 1 + self.num_spec_tokens
-        room = max(0, self._max_step_tokens - streams.num_tokens)
-        one_token = [*awaiting, *stalled]
-        reserve = min(room // 2 if prompts else room, per_request * len(one_token))
-        grants = self.planner.tokens(
-            streams,
-            [one.prompt for one in prompts],
-            self._max_step_tokens - reserve,
-            limit=not self._warms_up,
-            share=_SHARE_BESIDE_LOADS if copies else 1.0,
-        )
-        granted = {
-            one.request.request_id: grant for one, grant in zip(prompts, grants, strict=True)
-        }
-        # vLLM starts nothing after a loaded prompt that gets no token.
-        granted |= {
-            one.request_id: max(1, granted[one.request_id])
-            for one in loaded
-            if one.request_id in granted
-        }
-        # In place: vLLM keeps references to this list.
-        is_loaded = set(loaded)
-        ordered = [one.request for one in sorted(chunks, key=_rank)]
-        self.running[:] = [*decodes, *(one for one in ordered if one not in is_loaded)]
-        self._chunk_limits = granted | {one.request_id: per_request for one in one_token}
-        without_place = set(all_loaded).difference(loaded)
-        self._chunk_limits |= {one.request_id: 0 for one in (*blocked, *without_place)}
-        self._order_waiting(arrivals, awaiting, blocked)
-        # vLLM pads a prompt's last token to 1 + drafts, and starts nothing with less than that.
-        num_granted = sum(max(per_request, grant) for grant in granted.values() if grant)
-        total: int = streams.num_tokens + num_granted + reserve
-        return max(1, min(total, self._max_step_tokens)), held
 
-    def _streams(
-        self, decodes: Sequence[Request], coming: Sequence[Request], now: float
-    ) -> Streams:
+    def _divide_waiting(self, now: float, slots: AdapterSlots, num_places: int) -> WaitingRequests:
+        """Divides the requests of `waiting`, without regard to stalled requests.
+
+        Args:
+            now: The time, by time.time.
+            slots: The adapters of running and of loaded requests; this counts those of prompts that
+                may start.
+            num_places: Number of requests that may start, beside the loaded ones.
+        """
+        arrivals: list[Candidate] = []
+        awaiting: list[Request] = []
+        hidden: list[Request] = []
+        for request in self.waiting:
+            grammar = _grammar(request)
+            if isinstance(grammar, Exception):
+                # vLLM itself ends it only once it has a place for the request.
+                self.grammar_compile_error_reqs.add(request.request_id)
+                hidden.append(request)
+                continue
+            if not slots.has(request):
+                hidden.append(request)
+                continue
+            if grammar is not None:
+                # vLLM has skipped it until now. It is a prompt like others, even if it gets no
+                # token in this step; vLLM itself would forget that only when it starts.
+                self.deferred_waiting.discard(request)
+            if not self._waits_for_event(request):
+                arrivals.append(self._candidate(request, now))
+            elif self._take_turn_to_ask(request, now):
+                awaiting.append(request)
+            else:
+                hidden.append(request)
+        awaiting.sort(key=_age)
+        arrivals.sort(key=_rank)
+        # Like vLLM, go on with later prompts after one that has no slot.
+        hidden += [one.request for one in arrivals if not slots.take(one.request)]
+        arrivals = [one for one in arrivals if slots.has(one.request)]
+        count = self._num_fitting(arrivals[:num_places])
+        blocked = [one.request for one in arrivals[count:]]
+        return WaitingRequests(arrivals[:count], awaiting, blocked, hidden)
+
+    def _block_behind_stalled(
+        self, loaded: Iterable[Request], waiting: WaitingRequests
+    ) -> WaitingRequests:
+        """Blocks the prompts that must not start before a stalled request.
+
+        vLLM starts no request behind a stalled one. Only prompts without images go before a prompt
+        that waits for room for its image (see `_order_waiting`); `_num_fitting` keeps its blocks.
+
+        Args:
+            loaded: Loaded requests, which vLLM starts before the others.
+            waiting: Other waiting requests.
+        """
+        behind: set[Request] = set()
+        is_behind = any(one.request_id in self._stalled for one in loaded)
+        is_behind_image = False
+        for request in _in_lanes(waiting.awaiting, map(_request, waiting.arrivals)):
+            if is_behind or (is_behind_image and request.has_encoder_inputs):
+                behind.add(request)
+            if request.request_id in self._lack_images:
+                is_behind_image = True
+            elif request.request_id in self._stalled:
+                is_behind = True
+        blocked = [one.request for one in waiting.arrivals if one.request in behind]
+        return waiting._replace(
+            arrivals=[one for one in waiting.arrivals if one.request not in behind],
+            blocked=[*waiting.blocked, *blocked],
+        )
+
+    def _streams(self, requests: StepRequests, now: float) -> Streams:
         """Streams of the step, and those whose handoffs are on their way or being loaded."""
         num_tokens = num_kv_tokens = 0
-        paces = [StreamPace.coming(now, _itl_s(one)) for one in coming]
-        for request in decodes:
+        paces = [StreamPace.coming(now, _itl_s(one)) for one in requests.coming]
+        for request in requests.streams:
             # Placeholders stand for tokens of steps under way (asynchronous scheduling).
             pending = request.num_output_placeholders
             missing_tokens = request.num_tokens_with_spec + pending - request.num_computed_tokens
@@ -305,16 +306,93 @@ class BatonScheduler(TableLoadFailures, Scheduler):
                 paces.append(
                     self.planner.pace(request.request_id, num_outputs, waited_s, _itl_s(request))
                 )
-        num_drafts = num_tokens - len(decodes)
+        num_streams = len(requests.streams)
+        num_drafts = num_tokens - num_streams
         targets = self.planner.targets
-        return Streams.of(len(decodes), num_kv_tokens, paces, targets, num_drafts)
+        return Streams.of(num_streams, num_kv_tokens, paces, targets, num_drafts)
 
-    def _candidate(self, request: Request, now: float, model: LatencyModel) -> _Candidate:
+    def _distribute(self, requests: StepRequests, streams: Streams) -> StepPlan:
+        """Gives the tokens of the step to the prompts, beside its streams."""
+        waiting = requests.waiting
+        candidates = (*requests.prompts, *requests.loaded, *waiting.arrivals)
+        prompts = sorted((one for one in candidates if one.name not in self._stalled), key=_rank)
+        # A stalled prompt gets one token until it progresses. With more, it would take the time of
+        # prompts that can progress, and that may hold what it waits for.
+        stalled = [one.name for one in candidates if one.name in self._stalled]
+        one_token = [*(one.request_id for one in waiting.awaiting), *stalled]
+        # vLLM asks requests for their handoff only while tokens are left in the step.
+        per_request = 1 + self.num_spec_tokens
+        room = max(0, self._max_step_tokens - streams.num_tokens)
+        reserve = min(room // 2 if prompts else room, per_request * len(one_token))
+        limit_s = streams.limit_s if 0 < streams.limit_s < math.inf else 0.0
+        copies = limit_s > 0 and self._copies_handoffs(requests)
+        counts = self.planner.tokens(
+            streams,
+            [one.prompt for one in prompts],
+            self._max_step_tokens - reserve,
+            limit=not self._warms_up,
+            share=_SHARE_BESIDE_LOADS if copies else 1.0,
+        )
+        granted = {one.name: count for one, count in zip(prompts, counts, strict=True)}
+        # vLLM starts nothing after a loaded prompt that gets no token.
+        granted |= {
+            one.name: max(1, granted[one.name]) for one in requests.loaded if one.name in granted
+        }
+        withheld = {name for name, count in granted.items() if not count}
+        withheld.update(one.request_id for one in (*waiting.blocked, *requests.unplaced))
+        grants = {name: count for name, count in granted.items() if count}
+        # vLLM pads a prompt's last token to 1 + drafts, and starts nothing with less than that.
+        num_granted = sum(max(per_request, count) for count in grants.values())
+        total = streams.num_tokens + num_granted + reserve
+        return StepPlan(
+            total=max(1, min(total, self._max_step_tokens)),
+            grants=grants | dict.fromkeys(one_token, per_request),
+            withheld=frozenset(withheld),
+            hidden=waiting.hidden,
+            limit_s=limit_s,
+        )
+
+    def _copies_handoffs(self, requests: StepRequests) -> bool:
+        """Whether the ranks copy handoffs of streams in the time of the step."""
+        return bool(self.connector.copies_in_steps) and any(
+            self._loads_handoff(one, requests.slots) for one in requests.coming
+        )
+
+    def _impose(self, requests: StepRequests, plan: StepPlan) -> None:
+        """Makes vLLM follow the plan; `_bound_chunk` bounds the tokens of single requests."""
+        self.max_num_scheduled_tokens = plan.total
+        self.connector.limit_step(plan.limit_s)
+        # vLLM adds the requests again that wait for an event (see _is_stalled).
+        loaded = (one.request for one in requests.loaded)
+        awaiting = requests.waiting.awaiting
+        self.deferred_waiting.difference_update(loaded, requests.unplaced, awaiting)
+        # In place: vLLM keeps references to this list.
+        prompts = (one.request for one in sorted(requests.prompts, key=_rank))
+        self.running[:] = [*requests.streams, *prompts]
+        self._order_waiting(requests.waiting, plan.withheld)
+
+    def _order_waiting(self, waiting: WaitingRequests, withheld: frozenset[str]) -> None:
+        """Orders the waiting requests; vLLM starts none after the first that gets no token."""
+        starts = [one.request for one in waiting.arrivals if one.name not in withheld]
+        rest = [one.request for one in waiting.arrivals if one.name in withheld]
+        queue = _in_lanes(waiting.awaiting, starts)
+        lack_images = [one for one in queue if one.request_id in self._lack_images]
+        queue = [one for one in queue if one.request_id not in self._lack_images]
+        # These go last: vLLM stops at one without room. But it would not try to start one behind a
+        # prompt that waits for blocks.
+        stalled = (index for index, one in enumerate(queue) if one.request_id in self._stalled)
+        index = next(stalled, len(queue))
+        self.waiting.clear()
+        self.waiting.extend([*queue[:index], *lack_images, *queue[index:], *rest, *waiting.blocked])
+
+    # ---- What the plan needs to know of single requests
+
+    def _candidate(self, request: Request, now: float) -> Candidate:
         num_done = request.num_computed_tokens
         # A prompt that was loaded holds blocks before it runs.
         running = num_done > 0
         if not running:
-            num_done = self._num_cached(request, now)
+            num_done = self._room.num_cached(request, now)
         # A stream that was preempted is not late: its first token is out.
         due_at = math.inf
         if not request.num_output_tokens:
@@ -328,28 +406,14 @@ class BatonScheduler(TableLoadFailures, Scheduler):
             running=running,
             due_in_s=due_at - now,
         )
-        return _Candidate(request, prompt, prompt_order(prompt, model))
-
-    def _num_cached(self, request: Request, now: float) -> int:
-        """Tokens of a waiting prompt that need not be computed, looked up once a second."""
-        num_cached, _, looked_up_at = self._cached.get(request.request_id, _NOT_LOOKED_UP)
-        if now - looked_up_at > _LOOKUP_AGAIN_S and self._num_lookups < _MAX_LOOKUPS:
-            self._num_lookups += 1
-            if len(self._cached) > 2 * len(self.requests):
-                self._cached = {
-                    name: one for name, one in self._cached.items() if name in self.requests
-                }
-            found, num_cached, *_ = self.kv_cache_manager.get_computed_blocks(request)
-            num_cached += self.connector.num_stored_tokens(request, num_cached)
-            self._cached[request.request_id] = (num_cached, found.blocks, now)
-        return int(num_cached)
+        return Candidate(request, prompt, prompt_order(prompt, self.planner.model))
 
     def _found_stalled(self, num_scheduled_tokens: Mapping[str, int]) -> frozenset[str]:
-        """Requests that had tokens in the plan, and that vLLM neither gave any nor deferred."""
+        """Requests with a grant that vLLM neither gave tokens nor deferred."""
         return frozenset(
             name
-            for name, most in self._chunk_limits.items()
-            if most and name not in num_scheduled_tokens and self._is_stalled(self.requests[name])
+            for name in self._plan.grants
+            if name not in num_scheduled_tokens and self._is_stalled(self.requests[name])
         )
 
     def _is_stalled(self, request: Request) -> bool:
@@ -365,89 +429,21 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         return request in self._tried or self._lacks_blocks(name)
 
     def _lacks_blocks(self, name: str) -> bool:
-        """Whether the cache probably has too few free blocks for a request.
-
-        Cached blocks count as of the latest look-up.
-        """
+        """Whether the cache probably has too few free blocks for a request."""
         request = self.requests.get(name)
-        num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        return request is not None and self._num_free_blocks_taken(request) > num_free
+        return request is not None and self._room.num_taken(request) > self._room.num_free
 
-    def _behind_stalled(self, loaded: Iterable[Request], queue: Iterable[Request]) -> set[Request]:
-        """Waiting requests that must not start before a stalled one.
+    def _waits_for_event(self, request: Request) -> bool:
+        """Whether a waiting request waits for its handoff, or for anything but its prompt's turn.
 
-        vLLM starts no request behind a stalled one. Only prompts without images go before a prompt
-        that waits for room for its image (see `_order_waiting`); `_num_fitting` keeps its blocks.
-
-        Args:
-            loaded: Loaded requests, which vLLM starts before the others.
-            queue: Other waiting requests, in the order of their turns.
+        A request whose grammar is compiled does not wait for the grammar any more.
         """
-        found: set[Request] = set()
-        is_behind = any(one.request_id in self._stalled for one in loaded)
-        is_behind_image = False
-        for request in queue:
-            if is_behind or (is_behind_image and request.has_encoder_inputs):
-                found.add(request)
-            if request.request_id in self._lack_images:
-                is_behind_image = True
-            elif request.request_id in self._stalled:
-                is_behind = True
-        return found
-
-    def _divide_waiting(
-        self, now: float, model: LatencyModel, slots: AdapterSlots, num_places: int
-    ) -> tuple[list[_Candidate], list[Request], list[Request], list[Request]]:
-        """Divides the waiting requests.
-
-        Args:
-            now: The time, by time.time.
-            model: Predicts the time of a step.
-            slots: The adapters of running and of loaded requests; this counts those of prompts that
-                may start.
-            num_places: Number of requests that may start, beside the loaded ones.
-
-        Returns:
-            Prompts that may start; requests that wait for a handoff or for another event, and
-            then compute one token in their first step; prompts that must wait, because the step
-            has no place for another request or the cache has no room; requests that certainly
-            still wait for their handoffs, or for an adapter slot, and those that fail in this step
-            because their grammar did not compile.
-        """
-        arrivals: list[_Candidate] = []
-        awaiting: list[Request] = []
-        held: list[Request] = []
-        for request in self.waiting:
-            grammar = _grammar(request)
-            if isinstance(grammar, Exception):
-                # vLLM itself ends it only once it has a place for the request.
-                self.grammar_compile_error_reqs.add(request.request_id)
-                held.append(request)
-                continue
-            if not slots.has(request):
-                held.append(request)
-                continue
-            has_grammar = grammar is not None
-            if has_grammar:
-                # vLLM has skipped it until now. It is a prompt like others, even if it gets no
-                # token in this step; vLLM itself would forget that only when it starts.
-                self.deferred_waiting.discard(request)
-            waits = (
-                request in self.deferred_waiting
-                or _is_handed_over(request)
-                or self._awaits_handoff(request)
-            )
-            if waits or not (has_grammar or request.status in _COMPUTES_PROMPT):
-                (awaiting if self._must_ask(request, now) else held).append(request)
-            else:
-                arrivals.append(self._candidate(request, now, model))
-        awaiting.sort(key=_age)
-        arrivals.sort(key=_rank)
-        # Like vLLM, go on with later prompts after one that has no slot.
-        held += [one.request for one in arrivals if not slots.take(one.request)]
-        arrivals = [one for one in arrivals if slots.has(one.request)]
-        count = self._num_fitting(arrivals[:num_places])
-        return arrivals[:count], awaiting, [one.request for one in arrivals[count:]], held
+        return (
+            request in self.deferred_waiting
+            or _is_handed_over(request)
+            or self._awaits_handoff(request)
+            or not (request.status in _COMPUTES_PROMPT or _grammar(request) is not None)
+        )
 
     def _awaits_handoff(self, request: Request) -> bool:
         return bool(self.connector.awaits_handoff(request.request_id))
@@ -467,15 +463,14 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         """Whether the ranks copy a request's handoff in the next step, if its streams have time."""
         if request in self.kv_holding_waiting:
             return not self._is_loaded(request)
-        num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         return (
             slots.has(request)
             and not self.connector.is_on_its_way(request.request_id)
-            and self._num_blocks(request.num_tokens) <= num_free
+            and self._room.num_blocks(request.num_tokens) <= self._room.num_free
         )
 
-    def _must_ask(self, request: Request, now: float) -> bool:
-        """Whether vLLM is to ask in this step for what a request waits for.
+    def _take_turn_to_ask(self, request: Request, now: float) -> bool:
+        """Decides whether vLLM asks in this step for what a request waits for, and notes it.
 
         vLLM looks up the whole prompt in the prefix cache before it asks for a handoff: 4 ms for
         8,192 cached blocks. For a handoff that is on its way it asks once a second, because the
@@ -485,14 +480,14 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         if not self.connector.is_on_its_way(name):
             self._asked_at.pop(name, None)
             return True
-        if now - self._asked_at.get(name, 0.0) <= _LOOKUP_AGAIN_S:
+        if now - self._asked_at.get(name, 0.0) <= LOOKUP_AGAIN_S:
             return False
         if len(self._asked_at) > 2 * len(self.requests):
             self._asked_at = {one: at for one, at in self._asked_at.items() if one in self.requests}
         self._asked_at[name] = now
         return True
 
-    def _num_fitting(self, arrivals: Sequence[_Candidate]) -> int:
+    def _num_fitting(self, arrivals: Sequence[Candidate]) -> int:
         """Number of prompts, from the first one on, that may start now.
 
         A prompt waits if an older running prompt needs its blocks: vLLM would preempt the prompt,
@@ -501,60 +496,17 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         older = [one for one in self.running if _is_prompt(one)]
         if not older:
             return len(arrivals)
-        num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        num_free = self._room.num_free
         for index, one in enumerate(arrivals):
             num_reserved = sum(
-                self._num_blocks(other.num_tokens - other.num_computed_tokens)
+                self._room.num_blocks(other.num_tokens - other.num_computed_tokens)
                 for other in older
                 if _age(other) < _age(one.request)
             )
-            num_free -= self._num_free_blocks_taken(one.request)
+            num_free -= self._room.num_taken(one.request)
             if num_free < num_reserved:
                 return index
         return len(arrivals)
-
-    def _num_free_blocks_taken(self, request: Request) -> int:
-        """Number of free blocks that a request takes for the rest of its tokens.
-
-        Cached blocks that no request holds are among the free ones, and what comes from host memory
-        needs blocks too.
-        """
-        if request.num_computed_tokens:
-            return self._num_blocks(request.num_tokens - request.num_computed_tokens)
-        _, cached, _ = self._cached.get(request.request_id, _NOT_LOOKED_UP)
-        num_held: int = sum(
-            one.ref_cnt > 0 and not one.is_null for table in cached for one in table
-        )
-        return max(0, self._num_blocks(request.num_tokens) - num_held)
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        """Most blocks, of all block tables, that a request holds for this many more tokens."""
-        return sum(
-            min(
-                -(-num_tokens // table.block_size),
-                table.max_admission_blocks_per_request or _NO_LIMIT,
-            )
-            for table in self.kv_cache_manager.coordinator.single_type_managers
-        )
-
-    def _order_waiting(
-        self,
-        arrivals: list[_Candidate],
-        awaiting: list[Request],
-        blocked: list[Request],
-    ) -> None:
-        """Orders the waiting requests; vLLM starts none after the first that gets no token."""
-        starts = [one.request for one in arrivals if self._chunk_limits[one.request.request_id]]
-        rest = [one.request for one in arrivals if not self._chunk_limits[one.request.request_id]]
-        queue = _in_lanes(awaiting, starts)
-        lack_images = [one for one in queue if one.request_id in self._lack_images]
-        queue = [one for one in queue if one.request_id not in self._lack_images]
-        # These go last: vLLM stops at one without room. But it would not try to start one behind a
-        # prompt that waits for blocks.
-        stalled = (index for index, one in enumerate(queue) if one.request_id in self._stalled)
-        index = next(stalled, len(queue))
-        self.waiting.clear()
-        self.waiting.extend([*queue[:index], *lack_images, *queue[index:], *rest, *blocked])
 
 
 def _is_prompt(request: Request) -> bool:
@@ -598,11 +550,11 @@ def _age(request: Request) -> tuple[int, float]:
     return request.priority, request.arrival_time
 
 
-def _request(one: _Candidate) -> Request:
+def _request(one: Candidate) -> Request:
     return one.request
 
 
-def _rank(one: _Candidate) -> tuple[float, ...]:
+def _rank(one: Candidate) -> tuple[float, ...]:
     return one.rank
 
 

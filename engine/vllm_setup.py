@@ -18,6 +18,7 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from baton.engine.base import EngineDead, EngineInfo
 from baton.engine.device_name import device_name
 from baton.engine.model_revision import computation
+from baton.engine.served_model import ServedModel
 from baton.engine.vllm_config import (
     RefusingEngineArgs,
     bind_threads,
@@ -71,23 +72,18 @@ class CheckedModel:
         return expected_layout(self.config, self.layout)
 
     @classmethod
-    def make(
-        cls,
-        model: str,
-        served_name: str,
-        engine_args: dict[str, Any],
-        adapters: Mapping[str, str],
-        traces: Path,
-    ) -> CheckedModel:
+    def make(cls, served: ServedModel, traces: Path) -> CheckedModel:
         """Builds vLLM's configuration without loading weights; takes seconds.
 
-        Args: See VllmSetup.make.
+        Args:
+            served: The model.
+            traces: Directory that profiled ranks write into.
 
         Raises:
             EngineDead: Baton does not serve this model or these settings.
             Exception: vLLM refuses the arguments.
         """
-        args = RefusingEngineArgs(**checked_args(model, served_name, engine_args, adapters, traces))
+        args = RefusingEngineArgs(**checked_args(served, traces))
         config = args.create_engine_config()
         refuse_executor(config.parallel_config)
         # vLLM also reads the size from VLLM_DP_SIZE.
@@ -96,9 +92,9 @@ class CheckedModel:
         refuse_stages(config.parallel_config, config.speculative_config)
         described = [
             common_pb2.LoraAdapter(name=name, revision=revision_of(path))
-            for name, path in sorted(adapters.items())
+            for name, path in sorted(served.adapters.items())
         ]
-        return cls(config, layout_of(config, served_name, described), described)
+        return cls(config, layout_of(config, served.served_name, described), described)
 
 
 def _offloading(
@@ -168,22 +164,17 @@ class VllmSetup:
     @classmethod
     def make(
         cls,
-        model: str,
-        served_name: str,
-        engine_args: dict[str, Any],
-        adapters: Mapping[str, str],
+        served: ServedModel,
         transfer_socket: str,
         traces: Path,
+        *,
         prior: LatencyModel | None = None,
         host_bytes: int = 0,
     ) -> VllmSetup:
         """Configures vLLM; takes seconds.
 
         Args:
-            model: Local directory or hub ID.
-            served_name: Name of the model in requests.
-            engine_args: vLLM's engine arguments, by vLLM's names.
-            adapters: Directory or hub ID of each LoRA adapter, by name.
+            served: The model.
             transfer_socket: Control socket of the worker's transfer service.
             traces: Directory that profiled ranks write into.
             prior: Latency model of Baton's scheduler until it has measured steps; None: vLLM's own
@@ -198,9 +189,9 @@ class VllmSetup:
         keep_sockets_in(Path(transfer_socket).parent)
         # vLLM's own server does the same, because this process has threads.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-        checked = CheckedModel.make(model, served_name, engine_args, adapters, traces)
+        checked = CheckedModel.make(served, traces)
         config, layout = checked.config, checked.layout
-        offloading = _offloading(config, engine_args, host_bytes)
+        offloading = _offloading(config, served.engine_args, host_bytes)
         use_forced_tokens(config)
         if current_platform.is_cuda():
             scratch = scratch_bytes(checked.expected_layout.largest_block_bytes)
@@ -301,12 +292,11 @@ class VllmSetup:
         num_blocks = extra.get(HOST_BYTES, 0) // block_bytes
         return int(num_blocks * layout.block_size_tokens)
 
-    def info(self, served_name: str, tokenizer: str, begun_at: float) -> EngineInfo:
+    def info(self, served: ServedModel, begun_at: float) -> EngineInfo:
         """Returns the description of the started engine.
 
         Args:
-            served_name: Name of the model in requests.
-            tokenizer: Local directory or hub ID of the tokenizer.
+            served: The model.
             begun_at: When the start began, by time.monotonic.
         """
         config = self.config
@@ -319,11 +309,11 @@ class VllmSetup:
             device=config.device_config.device_type,
             device_name=device_name(),
             model=common_pb2.ModelDescription(
-                name=served_name,
+                name=served.served_name,
                 revision=self.layout.revision,
                 max_model_len=config.model_config.max_model_len,
                 vocab_size=config.model_config.get_vocab_size(),
-                tokenizer=tokenizer,
+                tokenizer=served.model,
                 adapters=self.adapters,
                 takes_images=image_refusal(config) is None,
             ),

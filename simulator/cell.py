@@ -21,12 +21,12 @@ from baton.coordinator.state.scaling_config import ScalingSettings
 from baton.coordinator.state.scaling_decision import Flip, SetSize
 from baton.load.duration_histogram import DurationHistogram
 from baton.load.traces import Arrival
-from baton.simulator.engine import Engine
 from baton.simulator.hello import hello
 from baton.simulator.parts import Shape
 from baton.simulator.policies import Policy
 from baton.simulator.record import Record
 from baton.simulator.virtual_time import START_S, VirtualTime
+from baton.simulator.worker import SimulatedWorker
 from baton.v1 import cluster_pb2, common_pb2
 
 # Time from a worker's last request in one role until the worker serves in the other role.
@@ -63,13 +63,13 @@ class _Member:
     """A worker from the start order to its end; its GPUs are paid for during that time.
 
     Attributes:
-        engine: None while the worker starts.
+        worker: None while the worker starts.
         removed: Whether the worker has ended.
     """
 
     worker_id: str
     pool: Pool
-    engine: Engine | None = None
+    worker: SimulatedWorker | None = None
     removed: bool = False
 
 
@@ -114,7 +114,7 @@ class SimulatedCell(VirtualTime):
         self._heartbeat_s = heartbeat_s
         # False while the initial workers start: these have no cold start.
         self._began = False
-        self._engines: dict[WorkerKey, Engine] = {}
+        self._workers: dict[WorkerKey, SimulatedWorker] = {}
         self._members: dict[str, _Member] = {}
         self._lane = common_pb2.LANE_INTERACTIVE
 
@@ -173,34 +173,34 @@ class SimulatedCell(VirtualTime):
         if member.removed:
             return
         key, shape = (member.worker_id, 1), self._shapes[member.pool]
-        member.engine = self._engines[key] = Engine(self, key, ROLE_OF[member.pool], shape)
+        member.worker = self._workers[key] = SimulatedWorker(self, key, ROLE_OF[member.pool], shape)
         room = shape.kv_tokens if shape.announced_kv_tokens is None else shape.announced_kv_tokens
         # Workers with other step times have another device.
         device = repr(shape.model)
         self._post(ev.WorkerAttached(hello(key, ROLE_OF[member.pool], shape, room, device)))
-        self._heartbeat(member.engine)
+        self._heartbeat(member.worker)
 
-    def _heartbeat(self, engine: Engine) -> None:
-        if engine.stopped:
+    def _heartbeat(self, worker: SimulatedWorker) -> None:
+        if worker.stopped:
             return
-        self._post(ev.LoadReported(engine.key, engine.report()))
+        self._post(ev.LoadReported(worker.key, worker.report()))
         # Jitter keeps the workers' heartbeats apart.
         self.at(
-            self.now + self._heartbeat_s * self._random.uniform(0.95, 1.05), self._heartbeat, engine
+            self.now + self._heartbeat_s * self._random.uniform(0.95, 1.05), self._heartbeat, worker
         )
 
-    def send(self, worker: Engine, event: ev.Event) -> None:
+    def send(self, worker: SimulatedWorker, event: ev.Event) -> None:
         """Delivers a worker's message to the core after the worker's message delay."""
         self.at(self.now + worker.shape.delay_s, self._post, event)
 
-    def engine_at(self, address: str) -> Engine | None:
+    def worker_at(self, address: str) -> SimulatedWorker | None:
         """Returns the worker with this KvTransfer address; None: it has left."""
-        return self._engines.get((address.rpartition(":")[0], 1))
+        return self._workers.get((address.rpartition(":")[0], 1))
 
-    def ended(self, worker: Engine) -> None:
+    def ended(self, worker: SimulatedWorker) -> None:
         """Removes a worker that has drained."""
-        self._engines.pop(worker.key, None)
-        self._members[worker.key[0]].engine = None
+        self._workers.pop(worker.key, None)
+        self._members[worker.key[0]].worker = None
         self._remove(worker.key[0])
 
     def _remove(self, worker_id: str) -> None:
@@ -224,21 +224,21 @@ class SimulatedCell(VirtualTime):
         self.record.decided(self.now, effect.decision, self.gaps.percentile_since_last(95), sizes)
 
     def _command(self, effect: ev.SendCommand) -> None:
-        engine = self._engines.get(effect.worker)
-        if engine is None:
+        worker = self._workers.get(effect.worker)
+        if worker is None:
             return
-        wait_s = engine.shape.delay_s
+        wait_s = worker.shape.delay_s
         if isinstance(effect.command, cluster_pb2.SetRoleCommand):
             self.record.worker_moved(effect.worker[0], POOL_OF[effect.command.role])
             wait_s += _FLIP_S
-        self.at(self.now + wait_s, engine.take, effect.command)
+        self.at(self.now + wait_s, worker.take, effect.command)
 
     def _end(self, effect: ev.EndWorker) -> None:
         """Stops a worker's process; a worker that has drained was removed before."""
         member = self._members.get(effect.worker_id)
-        if member is not None and member.engine is not None:
-            member.engine.stopped = True
-            self._engines.pop(member.engine.key, None)
+        if member is not None and member.worker is not None:
+            member.worker.stopped = True
+            self._workers.pop(member.worker.key, None)
         self._remove(effect.worker_id)
         self.at(self.now, self._post, ev.WorkerExited(effect.worker_id, "was ended", gone=True))
 

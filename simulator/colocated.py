@@ -2,7 +2,7 @@
 
 Each worker computes prompts and decodes in the same steps (chunked prefill), first come, first
 served, as vLLM does by default. The balancer sends a request to the worker with the fewest running
-and waiting requests. The engine and its step times are those of Baton's simulated workers, and a
+and waiting requests. The workers and their step times are those of Baton's simulations, and a
 message takes as long as between a coordinator and a worker.
 """
 
@@ -16,10 +16,10 @@ from baton.coordinator.state import events as ev
 from baton.coordinator.state.pools import Pool
 from baton.load.duration_histogram import DurationHistogram
 from baton.load.traces import Arrival
-from baton.simulator.engine import Engine
 from baton.simulator.parts import Shape
 from baton.simulator.record import Record
 from baton.simulator.virtual_time import START_S, VirtualTime
+from baton.simulator.worker import SimulatedWorker
 from baton.v1 import cluster_pb2, common_pb2
 
 # Seconds between two samples of load and latency for `Record.moments`.
@@ -61,7 +61,7 @@ class ColocatedCell(VirtualTime):
         gaps: Gaps between tokens.
         prompt_tokens: Tokens of the prompts that got a first token, by source: "device", "host"
             (memory) and "computed".
-        engines: The workers.
+        workers: The workers.
     """
 
     def __init__(self, shape: Shape, num_workers: int, gpus: int = 1) -> None:
@@ -73,13 +73,13 @@ class ColocatedCell(VirtualTime):
         self.record = Record(START_S, dict.fromkeys(Pool, gpus))
         self._delay_s = shape.delay_s
         self._balancer = Balancer(num_workers)
-        self.engines = [
-            Engine(self, (f"colocated-{number}", 1), common_pb2.ROLE_DECODE, shape)
+        self.workers = [
+            SimulatedWorker(self, (f"colocated-{number}", 1), common_pb2.ROLE_DECODE, shape)
             for number in range(num_workers)
         ]
-        self._index = {engine.key: index for index, engine in enumerate(self.engines)}
-        for engine in self.engines:
-            self.record.worker_began(engine.key[0], Pool.DECODE, self.now)
+        self._index = {worker.key: index for index, worker in enumerate(self.workers)}
+        for worker in self.workers:
+            self.record.worker_began(worker.key[0], Pool.DECODE, self.now)
 
     def run(self, arrivals: Iterable[Arrival], lasts_s: float) -> Record:
         """Simulates a trace until all requests have ended, for one hour after `lasts_s` at most.
@@ -103,22 +103,22 @@ class ColocatedCell(VirtualTime):
         self.now = until
 
     def _sample(self, until: float) -> None:
-        sizes = {Pool.PREFILL: 0, Pool.DECODE: len(self.engines)}
+        sizes = {Pool.PREFILL: 0, Pool.DECODE: len(self.workers)}
         self.record.sample(self.now, self.gaps.percentile_since_last(95), sizes)
         if self.now + _SAMPLED_EVERY_S <= until:
             self.at(self.now + _SAMPLED_EVERY_S, self._sample, until)
 
-    # ---- Host of the engines.
+    # ---- Host of the workers.
 
-    def send(self, worker: Engine, event: ev.Event) -> None:
+    def send(self, worker: SimulatedWorker, event: ev.Event) -> None:
         """Delivers the tokens of a worker to the clients after the message delay."""
         if isinstance(event, ev.WorkerStep):
             self.at(self.now + self._delay_s, self._received, worker.key, event.step)
 
-    def engine_at(self, address: str) -> Engine | None:
+    def worker_at(self, address: str) -> SimulatedWorker | None:
         raise AssertionError(f"plain servers send nothing to each other, but one to {address}")
 
-    def ended(self, worker: Engine) -> None:
+    def ended(self, worker: SimulatedWorker) -> None:
         raise AssertionError(f"{worker.key} was never asked to drain")
 
     # ---- Clients.
@@ -133,8 +133,8 @@ class ColocatedCell(VirtualTime):
                 sampling=common_pb2.SamplingParams(max_tokens=one.num_output_tokens),
             )
         )
-        engine = self.engines[self._balancer.send()]
-        self.at(self.now + self._delay_s, engine.take, command)
+        worker = self.workers[self._balancer.send()]
+        self.at(self.now + self._delay_s, worker.take, command)
         self.next_arrival(arrivals, number + 1)
 
     def _received(self, worker: tuple[str, int], step: cluster_pb2.StepOutputs) -> None:

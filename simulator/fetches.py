@@ -30,7 +30,7 @@ class Owner(Protocol):
 
 
 class Fetches:
-    """The fetches of one simulated worker; owned by its engine.
+    """The fetches of one simulated worker; owned by the worker.
 
     A worker sends one prefix after the other, at `Shape.network_bytes_per_s`.
     """

@@ -1,4 +1,4 @@
-"""Data types of the simulated engine: its shape, requests, runs of steps, and prefix cache."""
+"""Data types of a simulated worker: its shape, requests, runs of steps, and prefix cache."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ class Shape:
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """A request in the engine.
+    """A request on the worker.
 
     While a request decodes, `num_tokens` and `num_outputs_left` keep the values from the moment
-    when the request joined the batch; the engine counts the steps since then.
+    when the request joined the batch; the worker counts the steps since then.
 
     Attributes:
-        order: Order of arrival at the engine.
+        order: Order of arrival at the worker.
         num_uncomputed: Tokens to compute before the next output token.
         num_computed: Tokens whose KV cache is computed.
         num_tokens: Tokens that the KV cache holds once the request runs.
@@ -91,13 +91,13 @@ class SimulatedRequest:
         sends: Where it sends its prompt, of which it computes only the last token; None: it is a
             client's request.
         is_handoff: Whether the KV cache comes from a prefill worker.
-        joined_at_step: Engine step at which the request joined the decode batch.
+        joined_at_step: Step of the worker at which the request joined the decode batch.
         num_sent: Output tokens sent to the coordinator since the request joined.
         first_sent: Whether any output token was sent.
         ended: Whether the request has finished or was cancelled.
         last_at: When the latest token was made before the request joined the batch, here or
             elsewhere; nan before the first token.
-        arrived_at: When the request arrived at the engine.
+        arrived_at: When the request arrived at the worker.
         due_at: When its first token is due; infinite without a TTFT target.
         itl_s: ITL target that the client named; None: the worker's applies.
         pace: Compares its tokens since it joined the batch with the ITL target.

@@ -6,9 +6,9 @@ import asyncio
 import secrets
 import socket
 from collections.abc import Callable
-from typing import Any
 
 from baton.engine.base import Engine
+from baton.engine.served_model import ServedModel
 from baton.engine.simulated import SimulatedEngine
 from baton.runtime import lifecycle, logs, output_streams, quick_exit
 from baton.runtime.config import BatonConfig, PoolConfig
@@ -47,11 +47,8 @@ def make_engine(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> 
     except ImportError as error:
         raise vllm_missing(error) from error
     engine: Engine = VllmEngine(
-        config.model,
-        config.model_name,
-        vllm_arguments(config, pool),
+        vllm_model(config, pool),
         transfer_socket,
-        config.lora_adapters,
         scheduler=config.steps.scheduler,
         prior=LatencyModel.from_config(config.latency),
         kv_store=config.kv_store,
@@ -59,13 +56,13 @@ def make_engine(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> 
     return engine
 
 
-def vllm_arguments(config: BatonConfig, pool: PoolConfig) -> dict[str, Any]:
-    """Returns the engine arguments of a pool's workers, by vLLM's names."""
+def vllm_model(config: BatonConfig, pool: PoolConfig) -> ServedModel:
+    """Returns the model as a pool's workers load it."""
     arguments = config.engine_args_of(pool)
     if config.reasoning_parser:
         # With a reasoning parser, grammars apply only after the reasoning.
         arguments = {"reasoning_parser": config.reasoning_parser, **arguments}
-    return arguments
+    return ServedModel(config.model, config.model_name, arguments, config.lora_adapters)
 
 
 def vllm_missing(error: ImportError) -> ConfigError:

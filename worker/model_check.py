@@ -29,7 +29,7 @@ from baton.runtime.config import BatonConfig, PoolConfig
 from baton.runtime.config_error import ConfigError
 from baton.runtime.free_memory import free_bytes
 from baton.runtime.kv_transports import TRANSPORTS
-from baton.worker.main import vllm_arguments, vllm_missing
+from baton.worker.main import vllm_missing, vllm_model
 
 if TYPE_CHECKING:
     from baton.engine.vllm_setup import CheckedModel
@@ -210,21 +210,19 @@ def _configured(config: BatonConfig, directory: Path) -> tuple[CheckedModel, Che
         raise vllm_missing(error) from error
 
     def make(pool: PoolConfig) -> CheckedModel:
-        arguments = vllm_arguments(config, pool)
+        served = vllm_model(config, pool)
         try:
-            return CheckedModel.make(
-                config.model, config.model_name, arguments, config.lora_adapters, directory
-            )
+            return CheckedModel.make(served, directory)
         except EngineDead as error:
             raise Refused(str(error)) from None
         except Exception as error:
             is_missing = isinstance(error, OSError) and not path.is_dir()
             problem = "cannot be read from the hub" if is_missing else "vLLM refuses it"
-            reason = _one_line(error, arguments)
+            reason = _one_line(error, served.engine_args)
             raise Refused(f"model: {config.model}: {problem}: {reason}") from error
 
     prefill = decode = make(config.prefill)
-    if vllm_arguments(config, config.prefill) != vllm_arguments(config, config.decode):
+    if vllm_model(config, config.prefill) != vllm_model(config, config.decode):
         decode = make(config.decode)
         ours = prefill.expected_layout.fingerprint()
         theirs = decode.expected_layout.fingerprint()

@@ -54,7 +54,7 @@ class MemoryAhead:
 
     @property
     def num_provided(self) -> int:
-        """Number of rows, from the first one, that are provided."""
+        """Number of rows, from the first one, that are provided; for tests."""
         return self._num_provided
 
     def use(self, num_rows: int) -> None:

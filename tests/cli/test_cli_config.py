@@ -10,7 +10,7 @@ import yaml
 from baton.cli import options
 from baton.runtime.config import BatonConfig, dump, parse
 from baton.runtime.config_error import ConfigError
-from baton.worker.main import vllm_arguments
+from baton.worker.main import vllm_model
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "deploy" / "examples").glob("*.yaml"))
 
@@ -238,10 +238,10 @@ def test_an_engine_argument_replaces_that_of_the_file_whole(tmp_path):
     config = options.load_config(str(file), engine_args=given)
     # null stands for vLLM's default, which vLLM takes when it does not get the argument.
     expected = {"x": {"c": None}, "y": 2}
-    assert vllm_arguments(config, config.prefill) == expected
+    assert vllm_model(config, config.prefill).engine_args == expected
     assert config.num_ranks(config.prefill) == 1
     shown = parse(yaml.safe_load(dump(config)), "shown")
-    assert vllm_arguments(shown, shown.decode) == expected
+    assert vllm_model(shown, shown.decode).engine_args == expected
 
 
 @pytest.mark.parametrize(

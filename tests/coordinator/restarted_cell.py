@@ -82,7 +82,6 @@ class RestartedCell(VirtualCell):
                 request_id=live.spec.request_id,
                 attempt=live.spec.attempt,
                 role=worker.role,
-                next_offset=live.offset,
                 token_ids=[7] * live.offset,
                 decoding=live.told,
                 digest=request_digest(live.spec.prompt_token_ids, live.spec.sampling),

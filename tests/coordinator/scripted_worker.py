@@ -20,7 +20,6 @@ def add_running(hello, attempt, token_ids, prompt, sampling, tenant):
         request_id="r1",
         attempt=attempt,
         role=common_pb2.ROLE_DECODE,
-        next_offset=len(token_ids),
         token_ids=token_ids,
         num_text_chars=len(token_ids),
         decoding=True,

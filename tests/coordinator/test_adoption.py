@@ -30,7 +30,6 @@ def running(num_tokens=5, *, attempt=3, sampling=None, prompt=None, **fields):
         "request_id": "r1",
         "attempt": attempt,
         "role": DECODE,
-        "next_offset": num_tokens,
         "token_ids": OUTPUT[:num_tokens],
         "num_text_chars": num_tokens,
         "last_text": TEXT[:num_tokens],

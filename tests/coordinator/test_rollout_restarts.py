@@ -189,7 +189,6 @@ def _running():
         request_id="r1",
         attempt=3,
         role=DECODE,
-        next_offset=2,
         token_ids=[7, 8],
         decoding=True,
         tenant="default",

@@ -94,7 +94,7 @@ def test_requests_wait_for_kv_blocks_and_all_end(prefix_caching, block_size_toke
     reports = []
 
     def watch() -> None:
-        reports.append(made.engines[0].report())
+        reports.append(made.workers[0].report())
         if made.now < 1060:
             made.at(made.now + 0.0137, watch)
 

@@ -32,7 +32,7 @@ BY_TARGETS = replace(IN_TURN, follows_step_targets=True)
 def served(shape, *arrivals, targets=TARGETS):
     """Serves requests on one worker; returns the gaps, TTFTs and times per output token."""
     cell = ColocatedCell(shape, 1)
-    cell.engines[0].take(to_message(targets))
+    cell.workers[0].take(to_message(targets))
     record = cell.run(list(arrivals), arrivals[-1].at_s + 1.0)
     ttfts = [first - at for first, at in zip(record.firsts, record.arrivals, strict=True)]
     per_token = [
@@ -57,9 +57,9 @@ def test_steps_are_short_while_a_stream_waits_for_its_handoff():
     """Its first token was made elsewhere, and the wait is part of its first gap."""
     transfer_s = 0.5
     cell = ColocatedCell(replace(BY_TARGETS, handoff_s=transfer_s), 1)
-    (engine,) = cell.engines
-    engine.take(to_message(TARGETS))
-    take = engine.take
+    (worker,) = cell.workers
+    worker.take(to_message(TARGETS))
+    take = worker.take
 
     def handed_over(command):
         if command.spec.sampling.max_tokens > 1:
@@ -67,7 +67,7 @@ def test_steps_are_short_while_a_stream_waits_for_its_handoff():
             command.handoff.num_tokens = len(command.spec.prompt_token_ids)
         take(command)
 
-    engine.take = handed_over
+    worker.take = handed_over
     cell.run([Arrival(0.0, 8000, 1), Arrival(0.3, 100, 20)], 1.0)
     assert transfer_s < cell.gaps.percentile(100) <= transfer_s + 2 * TARGETS.longest_gap_s
 
@@ -77,9 +77,9 @@ def test_a_stream_that_is_handed_over_with_known_tokens_computes_only_the_latest
     gaps = []
     for num_known in (1, 300):
         cell = ColocatedCell(BY_TARGETS, 1)
-        (engine,) = cell.engines
-        engine.take(to_message(TARGETS))
-        take = engine.take
+        (worker,) = cell.workers
+        worker.take(to_message(TARGETS))
+        take = worker.take
 
         def handed_over(command, take=take, num_known=num_known):
             command.spec.known_token_ids.extend([1] * num_known)
@@ -87,7 +87,7 @@ def test_a_stream_that_is_handed_over_with_known_tokens_computes_only_the_latest
             command.handoff.num_tokens = len(command.spec.prompt_token_ids) + num_known - 1
             take(command)
 
-        engine.take = handed_over
+        worker.take = handed_over
         cell.run([Arrival(0.0, 1000, 20)], 1.0)
         gaps.append(cell.gaps.percentile(100))
     assert gaps[1] == pytest.approx(gaps[0], rel=0.1)

@@ -99,7 +99,7 @@ def test_the_tightest_itl_target_of_the_streams_limits_the_steps(others):
     mean_s = {}
     for itl_ms in (0, 20, 60):
         cell = Picky(shape, 1)
-        cell.engines[0].take(to_message(StepTargets(0.03, 0.036, 0.1)))
+        cell.workers[0].take(to_message(StepTargets(0.03, 0.036, 0.1)))
         cell.itl_ms = itl_ms
         record = cell.run([*streams, *prompts], 10.0)
         mean_s[itl_ms] = (record.ends[0] - record.firsts[0]) / 299

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import vllm_cases as cases
 
 from baton.engine.base import EngineInfo, EngineOutput, EngineRequest
+from baton.engine.served_model import ServedModel
 from baton.engine.vllm_engine import VllmEngine
 from baton.kvtransfer.control import EnginePort, TransferClient
 from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
@@ -166,9 +167,7 @@ async def side(
         stack.push_async_callback(transfer.close)
         arguments = {**ENGINE_ARGS, "tensor_parallel_size": ranks, **engine_args}
         engine = VllmEngine(
-            model,
-            "m",
-            arguments,
+            ServedModel(model, "m", arguments),
             socket_path,
             scheduler=scheduler,
             kv_store=KvStoreConfig(host_bytes=host_bytes, disk_dir=disk_dir, disk_bytes=2**30),

@@ -8,6 +8,7 @@ import threading
 from typing import Any
 from unittest import mock
 
+from baton.engine.served_model import ServedModel
 from baton.engine.vllm_config import RefusingEngineArgs
 from baton.engine.vllm_engine import EngineCoreClient, VllmEngine
 from baton.runtime import demo_model
@@ -37,7 +38,7 @@ async def num_begun() -> int:
         mock.patch.object(VllmEngine, "_start", told_start),
     ):
         model = demo_model.ensure("demo")
-        engine = VllmEngine(model, "m", ARGUMENTS, f"{own}/kv.sock")
+        engine = VllmEngine(ServedModel(model, "m", ARGUMENTS), f"{own}/kv.sock")
         starting = asyncio.create_task(engine.start())
         await asyncio.to_thread(configuring.wait)
         starting.cancel()

@@ -7,6 +7,7 @@ import tempfile
 from typing import Any
 
 from baton.engine.base import EngineDead
+from baton.engine.served_model import ServedModel
 from baton.engine.vllm_engine import VllmEngine
 
 
@@ -15,7 +16,8 @@ async def said(cases: dict[str, Any]) -> dict[str, str]:
     # vLLM's temporary files lie beside the socket; vLLM inspects models through some of them.
     with tempfile.TemporaryDirectory() as own:
         for name, (directory, engine_args, adapters) in cases.items():
-            engine = VllmEngine(directory, "m", engine_args, f"{own}/kv.sock", adapters)
+            served = ServedModel(directory, "m", engine_args, adapters)
+            engine = VllmEngine(served, f"{own}/kv.sock")
             try:
                 await engine.start()
             except EngineDead as error:

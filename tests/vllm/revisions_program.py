@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from baton.engine.served_model import ServedModel
 from baton.engine.vllm_setup import VllmSetup
 from baton.kvtransfer.connector.disk_tier import DISK
 
@@ -29,7 +30,7 @@ def _described(
 ) -> dict[str, str | None]:
     with mock.patch.dict(os.environ, environment):
         setup = VllmSetup.make(
-            model, "m", engine_args, {}, str(own / "kv.sock"), own, host_bytes=HOST_BYTES
+            ServedModel(model, "m", engine_args), str(own / "kv.sock"), own, host_bytes=HOST_BYTES
         )
         directory = setup.open_disk(str(own / "disk"), DISK_BYTES)
     extra = setup.config.kv_transfer_config.kv_connector_extra_config

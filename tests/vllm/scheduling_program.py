@@ -29,6 +29,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from baton.engine.served_model import ServedModel
 from baton.engine.vllm_config import RefusingEngineArgs, checked_args
 from baton.engine.vllm_scheduler_class import use_scheduler
 from baton.engine.vllm_step_targets import write_targets
@@ -83,7 +84,8 @@ def engine_config(engine_args: str) -> VllmConfig:
 def _configured(engine_args: str) -> VllmConfig:
     # This takes longer than most runs of an engine.
     args = json.loads(engine_args)
-    checked = checked_args(demo_model.ensure("demo-2-layers"), "m", args, {}, Path("traces"))
+    served = ServedModel(demo_model.ensure("demo-2-layers"), "m", args)
+    checked = checked_args(served, Path("traces"))
     return RefusingEngineArgs(**checked).create_engine_config()
 
 

@@ -152,13 +152,14 @@ async def test_a_new_coordinator_adopts_some_requests_and_the_others_end(
         expected = expected_tokens(vocabulary, [5, 6, 7], 40)
         kept = running["keep"]
         assert kept.decoding
-        assert kept.last_text == vocabulary.tokenizer.decode(expected[: kept.next_offset])
-        assert list(kept.token_ids) == expected[: kept.next_offset]
-        assert kept.num_text_chars == len(vocabulary.tokenizer.decode(expected[: kept.next_offset]))
+        num_tokens = len(kept.token_ids)
+        assert list(kept.token_ids) == expected[:num_tokens]
+        assert kept.last_text == vocabulary.tokenizer.decode(expected[:num_tokens])
+        assert kept.num_text_chars == len(kept.last_text)
         # Outputs name the request: the second coordinator has its own handles.
         worker.release_outputs()
         outputs = await stream.outputs("keep")
-        assert outputs[0].delta.offset == kept.next_offset
+        assert outputs[0].delta.offset == num_tokens
         assert list(kept.token_ids) + tokens_of(outputs) == expected
         await stream.idle()
     finally:

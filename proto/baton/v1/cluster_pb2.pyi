@@ -456,7 +456,6 @@ class RunningRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
-    NEXT_OFFSET_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_TEXT_CHARS_FIELD_NUMBER: _builtins.int
     DECODING_FIELD_NUMBER: _builtins.int
@@ -468,8 +467,6 @@ class RunningRequest(_message.Message):
     request_id: _builtins.str
     attempt: _builtins.int
     role: _common_pb2.Role.ValueType
-    next_offset: _builtins.int
-    """Index of the next output token."""
     num_text_chars: _builtins.int
     decoding: _builtins.bool
     """Whether this worker has produced output. If not, the request starts again on another worker."""
@@ -494,7 +491,6 @@ class RunningRequest(_message.Message):
         request_id: _builtins.str = ...,
         attempt: _builtins.int = ...,
         role: _common_pb2.Role.ValueType = ...,
-        next_offset: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_text_chars: _builtins.int = ...,
         decoding: _builtins.bool = ...,
@@ -506,7 +502,7 @@ class RunningRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "decoding", b"decoding", "digest", b"digest", "finished", b"finished", "last_text", b"last_text", "next_offset", b"next_offset", "num_prompt_tokens", b"num_prompt_tokens", "num_text_chars", b"num_text_chars", "request_id", b"request_id", "role", b"role", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "decoding", b"decoding", "digest", b"digest", "finished", b"finished", "last_text", b"last_text", "num_prompt_tokens", b"num_prompt_tokens", "num_text_chars", b"num_text_chars", "request_id", b"request_id", "role", b"role", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

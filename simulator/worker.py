@@ -1,7 +1,7 @@
 """A simulated worker that simulates consecutive steps with the same batch as one event.
 
 Such a run of steps ends when a request joins or ends, when the KV cache is full, when there is a
-prompt to compute, or when tokens must be sent to the coordinator. The engine sends the first token
+prompt to compute, or when tokens must be sent to the coordinator. The worker sends the first token
 of a request at once, the last tokens when the request ends, and the others every `flush_s`. Load
 reports show the exact state at the time of the report, also in the middle of a run.
 
@@ -40,19 +40,19 @@ _SAMPLES = 8
 
 
 class Host(Protocol):
-    """The part of `SimulatedCell` that an engine uses: clock, scheduler, messages."""
+    """The part of `SimulatedCell` that a worker uses: clock, scheduler, messages."""
 
     now: float
     gaps: DurationHistogram
     prompt_tokens: Counter[str]
 
     def at(self, when: float, action: Callable[..., object], *arguments: object) -> None: ...
-    def send(self, worker: Engine, event: ev.Event) -> None: ...
-    def engine_at(self, address: str) -> Engine | None: ...
-    def ended(self, worker: Engine) -> None: ...
+    def send(self, worker: SimulatedWorker, event: ev.Event) -> None: ...
+    def worker_at(self, address: str) -> SimulatedWorker | None: ...
+    def ended(self, worker: SimulatedWorker) -> None: ...
 
 
-class Engine:
+class SimulatedWorker:
     """One simulated worker process with its vLLM-like scheduler; owned by `SimulatedCell`."""
 
     def __init__(
@@ -220,8 +220,8 @@ class Engine:
         self.host.at(max(self.host.now, loaded_at), self._arrive, request)
 
     def fetches_at(self, address: str) -> Fetches | None:
-        engine = self.host.engine_at(address)
-        return engine.fetches if engine is not None else None
+        worker = self.host.worker_at(address)
+        return worker.fetches if worker is not None else None
 
     def report_handoff(self, report: cluster_pb2.HandoffReport) -> None:
         self.host.send(self, ev.WorkerHandoff(self.key, report))
