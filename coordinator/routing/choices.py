@@ -79,6 +79,25 @@ class DecodeChoice(NamedTuple):
     hits: PromptHits = PromptHits()
 
 
+class PlacementSample(NamedTuple):
+    """The state of an elastic cell at a placement; the rule learns from it once the request begins.
+
+    Attributes:
+        is_busy: whether every fast worker had prompts for more than one step.
+        num_assigned: number of outputs that were assigned to the compared workers.
+        num_decoding: number of these outputs whose prompts were computed.
+        prompt_share: seconds to compute the prompt on a worker without other work, as a share of
+            the expected seconds to decode the output.
+        due_share: predicted seconds until the first token, as a share of the time until it is due.
+    """
+
+    is_busy: bool
+    num_assigned: int
+    num_decoding: int
+    prompt_share: float
+    due_share: float
+
+
 class Placement(NamedTuple):
     """The workers that a request runs on.
 
@@ -87,11 +106,13 @@ class Placement(NamedTuple):
         decode: decode worker for the output; None: the request ends with its first token.
         skip_tokens: tokens that the handoff leaves out because the decode worker has them on its
             device, by its reports; a multiple of the block size.
+        sample: state of the cell when the rule chose; None: the rule learns nothing from it.
     """
 
     prefill: PrefillChoice
     decode: DecodeChoice | None
     skip_tokens: int = 0
+    sample: PlacementSample | None = None
 
     @property
     def is_local(self) -> bool:

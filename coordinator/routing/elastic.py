@@ -76,20 +76,26 @@ class ElasticRule:
         found = self._choices.place(match, demand)
         if isinstance(found, NoPlacement):
             return found
-        prefill, decode = found
+        prefill, decode, sample = found
         if decode is not None and decode.worker != prefill.worker:
             split = self._handoffs.plan(request, prefill, decode)
             if split is not None:
-                return split
+                return split._replace(sample=sample)
             # The handoff exceeds the limits of these workers.
             found = self._choices.place_on_one(match, demand)
             if isinstance(found, NoPlacement):
                 return found
-        return Placement(found.prefill, found.decode)
+        return Placement(found.prefill, found.decode, sample=sample)
 
     def begins(self, request: Request, placement: Placement) -> None:
-        """Counts what a request stores in caches; measures the prompt of an interactive one."""
+        """Learns from a placement.
+
+        The rule counts the tokens that the request stores in caches, and measures the prompt of an
+        interactive request.
+        """
         self._count_stored(request, placement)
+        if placement.sample is not None:
+            self._choices.begins(placement.sample)
         if request.submission.lane == _BATCH:
             return
         entry = self._router.loads.entries[placement.prefill.worker]
@@ -97,6 +103,10 @@ class ElasticRule:
         self._prompt_times.add(prompt_s)
         target_s = request.first_token_due_at - request.submitted_at
         self._prompt_demand.add(prompt_s, target_s, self._router.now)
+
+    def becomes_late(self, request: Request) -> None:
+        """Learns that prompts cannot all be in time; see PlacementRule."""
+        self._prompt_demand.was_late(self._router.now)
 
     def _count_stored(self, request: Request, placement: Placement) -> None:
         """Counts the tokens that a request stores in the caches of its workers."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from baton.coordinator.routing.choices import DecodeChoice, PrefillChoice
+from baton.coordinator.routing.choices import DecodeChoice, PlacementSample, PrefillChoice
 from baton.coordinator.routing.elastic_candidates import (
     Candidate,
     Demand,
@@ -66,7 +66,6 @@ class ElasticDecodeChoices:
             prefill: the worker that was chosen to compute the prompt.
         """
         added, fastest_s = demand.num_mean_tokens, fastest_step_s(candidates)
-        self._observe(candidates)
         share = self._waiting.counted_share
         itl_s = reachable_itl_s(demand.itl_s, fastest_s)
         longest_s = self.longest_step_s(demand, fastest_s)
@@ -115,10 +114,12 @@ class ElasticDecodeChoices:
                 continue
             if cost < best_cost:
                 best, best_cost = candidate, cost
-        if best is None:
-            return None
-        self._count_waiting(candidates, demand, prefill, fastest_s)
-        return decode_choice(best, demand)
+        return None if best is None else decode_choice(best, demand)
+
+    def begins(self, sample: PlacementSample) -> None:
+        """Learns from the placement of a request that begins."""
+        self._pressure += (sample.is_busy - self._pressure) * _PRESSURE_WEIGHT
+        self._waiting.add(sample)
 
     def longest_step_s(self, demand: Demand, fastest_s: float) -> float:
         """Longest decode step for which a request is placed, unless it must be placed.
@@ -133,38 +134,6 @@ class ElasticDecodeChoices:
         # Beside interactive outputs, batch outputs join only with a margin. Otherwise they would be
         # parked and placed again all the time.
         return itl_s * _JOIN_SHARE if self._router.num_interactive else math.inf
-
-    def _observe(self, candidates: list[Candidate]) -> None:
-        """Updates the pressure."""
-        now, loads = self._router.now, (candidate.load for candidate in candidates)
-        # Prompts of less than a step share the next step with the new prompt.
-        busy = all(
-            load.queued_s(now) > load.single_step_s
-            for load in loads
-            if load.prompt_speed > _FAST_SPEED
-        )
-        self._pressure += (busy - self._pressure) * _PRESSURE_WEIGHT
-
-    def _count_waiting(
-        self,
-        candidates: list[Candidate],
-        demand: Demand,
-        prefill: PrefillChoice,
-        fastest_s: float,
-    ) -> None:
-        """Records a placement for the estimate of waiting outputs; arguments as in `choose`."""
-        loads = [candidate.load for candidate in candidates]
-        model = loads[0].traits.latency.model
-        # On average, half of an output is there while it decodes.
-        num_output_tokens = 2 * max(1, demand.num_mean_tokens - demand.num_tokens)
-        step_s = max(fastest_s, min(demand.itl_s, 2 * fastest_s))
-        due_in_s = demand.due_in_s
-        self._waiting.observe(
-            loads,
-            prompt_s=model.chunk_s(0, prefill.num_work_tokens),
-            output_s=num_output_tokens * step_s,
-            due_share=prefill.predicted_s / due_in_s if due_in_s > 0 else 1.0,
-        )
 
     def _join_share(self, candidates: list[Candidate], num_tokens: int) -> float:
         """Share of the ITL target that a step may take after a decode of `num_tokens` joins."""
@@ -204,6 +173,36 @@ def decode_choice(candidate: Candidate, demand: Demand) -> DecodeChoice:
         num_kv_tokens=load.in_blocks(demand.num_tokens + demand.num_output_tokens),
         num_tokens=demand.num_tokens,
         hits=load.traits.hits(candidate.held, demand.num_tokens),
+    )
+
+
+def placement_sample(
+    candidates: list[Candidate], demand: Demand, prefill: PrefillChoice, now: float
+) -> PlacementSample:
+    """Describes the cell for `ElasticDecodeChoices.begins`.
+
+    Args:
+        candidates: the workers that were compared.
+        demand: needs of the request.
+        prefill: the worker that was chosen to compute the prompt.
+        now: time by the core's clock.
+    """
+    loads = [candidate.load for candidate in candidates]
+    fastest_s, model = fastest_step_s(candidates), loads[0].traits.latency.model
+    # On average, half of an output is there while it decodes.
+    num_output_tokens = 2 * max(1, demand.num_mean_tokens - demand.num_tokens)
+    step_s = max(fastest_s, min(demand.itl_s, 2 * fastest_s))
+    return PlacementSample(
+        # Prompts of less than a step share the next step with the new prompt.
+        is_busy=all(
+            load.queued_s(now) > load.single_step_s
+            for load in loads
+            if load.prompt_speed > _FAST_SPEED
+        ),
+        num_assigned=sum(load.num_decodes for load in loads),
+        num_decoding=sum(load.decodes.num_arrived for load in loads),
+        prompt_share=model.chunk_s(0, prefill.num_work_tokens) / (num_output_tokens * step_s),
+        due_share=prefill.predicted_s / demand.due_in_s if demand.due_in_s > 0 else 1.0,
     )
 
 

@@ -159,6 +159,10 @@ class Placer:
         """
         return self._without_avoided(request, self._rule.place)
 
+    def becomes_late(self, request: Request) -> None:
+        """Records that `place` found a request late; the caller lets others go first."""
+        self._rule.becomes_late(request)
+
     def by_handoff(self, request: Request, source: Worker, within_s: float) -> Placement | None:
         """Plans a handoff of a running request from its decode worker to another decode worker.
 

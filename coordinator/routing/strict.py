@@ -86,6 +86,9 @@ class StrictRule:
         if placement.is_local:
             self._local_prompts.begins(placement.prefill)
 
+    def becomes_late(self, request: Request) -> None:
+        """Ignored: `place` finds no request late."""
+
     def room_at(self, request: Request) -> float:
         """Predicts when the idlest prefill worker has room for a prompt; see PlacementRule."""
         idlest = self._router.loads.idlest_prefill()

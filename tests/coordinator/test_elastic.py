@@ -106,6 +106,8 @@ class Cell:
         assert is_placed(found)
         name = f"r{self._num_placed}"
         self._num_placed += 1
+        if found.sample is not None:
+            self.choices.begins(found.sample)
         self.router.assign_prefill(name, found.prefill, [], due_at=due_at)
         if found.decode is not None:
             self.router.assign_decode(
@@ -162,7 +164,7 @@ def test_decodes_share_few_workers_for_a_while_after_a_late_prompt():
     add_prompts(cell, 0.02, 1.0)
     for _ in range(MOST_BESIDE_PROMPTS):
         cell.start()
-    assert cell.is_late(6000, due_in_s=0.5)
+    cell.prompts.was_late(cell.router.now)
     cell.start()
     assert sorted(cell.num_decodes()) == [0, MOST_BESIDE_PROMPTS + 1]
     cell.router.now += 60
@@ -404,8 +406,26 @@ def test_outputs_that_wait_for_long_prompts_take_no_further_worker(
     demand = {"num_mean_tokens": 3000 + num_output_tokens // 2, "due_in_s": due_in_s}
     assert cell.place(3000, **demand).decode.worker == key("b")
     for _ in range(200):
-        found = cell.place(3000, **demand)
-    assert found.decode.worker == key(decode)
+        cell.choices.begins(cell.place(3000, **demand).sample)
+    assert cell.place(3000, **demand).decode.worker == key(decode)
+
+
+def test_questions_change_no_later_answer():
+    """The dispatcher asks up to three times for one request, and again in each later round."""
+    cell = Cell("a", "b")
+    add_prompts(cell, 0.02, 1.0)
+    add_decodes(cell, "a", MOST_BESIDE_PROMPTS - 1)
+    # The other worker has prompts for more than one step.
+    cell.router.assign_prefill("p", PrefillChoice(key("b"), 0.15, 0.15, 1500), [])
+    questions = (
+        {"num_tokens": 10, "due_in_s": 5.0},
+        {"num_tokens": 3000, "num_mean_tokens": 3015, "due_in_s": 0.7, "must_place": True},
+        {"num_tokens": 6000, "due_in_s": 0.5, "others_go_first_if_late": True},
+    )
+    first = [cell.place(**question) for question in questions]
+    assert first[-1] is NoPlacement.LATE
+    for _ in range(200):
+        assert [cell.place(**question) for question in questions] == first
 
 
 def test_prompts_take_longer_once_a_worker_decodes():
@@ -550,6 +570,20 @@ def test_changed_targets_count_for_the_next_request(new_world):
     (request,) = world.core.running()
     assert request.due_at == request.submission.arrived_at + 0.001
     assert request.is_late
+
+
+def test_each_late_request_is_learned_from_once(new_world, monkeypatch):
+    times = []
+    monkeypatch.setattr(PromptDemand, "was_late", lambda _, now: times.append(now))
+    # A prompt of 900 tokens takes 9 s, and its worker takes no other prompt meanwhile.
+    latency = LatencyModel(1e-4, 1e-2, 0.0, 0.020, 0.005, 0.0)
+    world = new_world(elastic=True, latency=latency).pair()
+    change(world, ttft_s=0.001)
+    for _ in range(6):
+        world.submit(num_prompt=900)
+        world.wait(1)
+    assert all(one.is_late for one in world.core.running())
+    assert len(times) == 6
 
 
 def test_only_requests_of_the_interactive_lane_go_behind_the_others(new_world):
