@@ -44,8 +44,8 @@ class PrefillChoice(NamedTuple):
 
     Attributes:
         worker: the worker, which may be the request's decode worker.
-        predicted_s: seconds until the first token: the worker's queue, the load from host memory
-            or the fetch, and the prompt's own work.
+        ttft_s: predicted seconds until the first token: the worker's queue, the load from host
+            memory or the fetch, and the prompt's own work.
         work_s: seconds of the prompt's computation; `assign_prefill` adds them to the worker's
             load. A load from host memory delays no other prompt.
         num_work_tokens: tokens of the prompt that the worker must compute.
@@ -54,7 +54,7 @@ class PrefillChoice(NamedTuple):
     """
 
     worker: WorkerKey
-    predicted_s: float
+    ttft_s: float
     work_s: float
     num_work_tokens: int
     hits: PromptHits = PromptHits()
@@ -66,14 +66,14 @@ class DecodeChoice(NamedTuple):
 
     Attributes:
         worker: the decode worker.
-        predicted_s: seconds per decode step on the worker once this request has joined.
+        step_s: predicted seconds per decode step on the worker once this request has joined.
         num_kv_tokens: KV tokens that the request needs; `assign_decode` reserves them.
         num_tokens: tokens of the prompt and of the output generated so far.
         hits: tokens of the prompt that the worker holds, or is expected to hold soon.
     """
 
     worker: WorkerKey
-    predicted_s: float
+    step_s: float
     num_kv_tokens: int
     num_tokens: int
     hits: PromptHits = PromptHits()
@@ -130,11 +130,11 @@ class Placement(NamedTuple):
         prefill, decode, fetch = self.prefill, self.decode, self.prefill.fetch
         return PlacementPrediction(
             prefill.worker[0],
-            max(0.0, prefill.predicted_s - prefill.work_s),
+            max(0.0, prefill.ttft_s - prefill.work_s),
             prefill.work_s,
             prefill.hits,
             decode.worker[0] if decode is not None else "",
-            decode.predicted_s if decode is not None else 0.0,
+            decode.step_s if decode is not None else 0.0,
             fetch.num_sent_tokens if fetch is not None else 0,
             fetch.holder[0] if fetch is not None else "",
         )

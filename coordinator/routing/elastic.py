@@ -135,7 +135,7 @@ class ElasticRule:
 
     def is_crowded(self, entry: WorkerLoad) -> bool:
         """Whether mean steps exceed the limit by which decode workers are chosen."""
-        return entry.mean_itl_s() > reachable_itl_s(self._itl_target_s, entry.single_step_s)
+        return entry.mean_step_s() > reachable_itl_s(self._itl_target_s, entry.single_step_s)
 
     def soonest(
         self, match: PrefixMatch, num_tokens: int, session: SessionKey | None

@@ -81,7 +81,7 @@ class Candidate(NamedTuple):
     @property
     def soonest(self) -> PrefillChoice:
         """The choice with which the first token comes sooner."""
-        if self.fetch is None or self.prefill.predicted_s <= self.fetch.predicted_s:
+        if self.fetch is None or self.prefill.ttft_s <= self.fetch.ttft_s:
             return self.prefill
         return self.fetch
 
@@ -133,7 +133,7 @@ class ElasticCandidates:
         # Only the workers that would compute the whole prompt soonest are compared with a fetch,
         # because they are likely to compute the rest soonest.
         soonest = nsmallest(
-            _NUM_FETCHING, range(len(found)), key=lambda at: candidates[at].prefill.predicted_s
+            _NUM_FETCHING, range(len(found)), key=lambda at: candidates[at].prefill.ttft_s
         )
         for at in soonest:
             candidate = candidates[at]
@@ -175,7 +175,7 @@ class ElasticCandidates:
         choice = self._fetches.choice(own, fetch, load.prompt_work_s(num_new, self._router.now))
         # The prompt is fetched while the worker computes the prompts ahead of it.
         wait_s = max(ahead_s(self._router, load, num_new, demand), fetch.fetch_s)
-        return choice._replace(predicted_s=wait_s + choice.work_s)
+        return choice._replace(ttft_s=wait_s + choice.work_s)
 
 
 def ahead_s(router: Router, load: WorkerLoad, num_tokens: int, demand: Demand) -> float:

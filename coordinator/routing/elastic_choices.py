@@ -148,8 +148,8 @@ class ElasticChoices:
             load = one.load
             # Only interactive requests let batch outputs be parked (core/dispatch.py).
             if demand.is_batch:
-                return load.mean_itl_s(1, added)
-            return load.mean_itl_after_parking_s(1, added)
+                return load.mean_step_s(1, added)
+            return load.mean_step_after_parking_s(1, added)
 
         candidates = self._candidates.of(match, demand)
         num_tokens, added = demand.num_tokens + demand.num_output_tokens, demand.num_mean_tokens
@@ -158,7 +158,7 @@ class ElasticChoices:
         found = [
             one
             for one in with_room
-            if not one.load.num_decodes or one.load.mean_itl_s(1, added) <= longest_s
+            if not one.load.num_decodes or one.load.mean_step_s(1, added) <= longest_s
         ]
         if with_room and not found:
             found = [min(with_room, key=step_s)]
@@ -181,7 +181,7 @@ class ElasticChoices:
         )
         return min(
             (candidate.soonest for candidate in candidates),
-            key=lambda choice: choice.predicted_s,
+            key=lambda choice: choice.ttft_s,
             default=None,
         )
 
@@ -201,7 +201,7 @@ class ElasticChoices:
         if (
             not self._router.takes_prompts(candidate.load)
             or ahead_s(self._router, candidate.load, here.num_work_tokens, demand) >= AHEAD_S
-            or here.predicted_s > demand.due_in_s
+            or here.ttft_s > demand.due_in_s
         ):
             return prefill
         return here
@@ -230,18 +230,18 @@ class ElasticChoices:
             if sum(not (other.num_decodes or other.num_prefills) for other in others) < _NUM_IDLE:
                 return decode
             # Workers with other hardware may decode more slowly.
-            longest_s = decode.predicted_s
+            longest_s = decode.step_s
         else:
             return decode
         if not self._router.has_room(load, demand.num_tokens + demand.num_output_tokens):
             return decode
         here = decode_choice(candidate, demand)
-        return here if here.predicted_s <= longest_s else decode
+        return here if here.step_s <= longest_s else decode
 
 
 def _is_late(candidates: list[Candidate], demand: Demand) -> bool:
     """Whether others go before the request because no candidate would be in time."""
-    soonest_s = min((candidate.soonest.predicted_s for candidate in candidates), default=0.0)
+    soonest_s = min((candidate.soonest.ttft_s for candidate in candidates), default=0.0)
     return demand.others_go_first_if_late and demand.due_in_s < soonest_s
 
 

@@ -74,17 +74,17 @@ class ElasticDecodeChoices:
         limit_s = 0.0 if shares else itl_s * self._join_share(candidates, added)
         with_decodes = sorted(
             (candidate for candidate in candidates if candidate.load.num_decodes),
-            key=lambda one: -one.load.mean_itl_s(counted_share=share),
+            key=lambda one: -one.load.mean_step_s(counted_share=share),
         )
         others = [candidate for candidate in candidates if not candidate.load.num_decodes]
         # Seconds of a step that the decodes need beyond the base of each worker that holds some.
         left_s = sum(
-            one.load.mean_itl_s(counted_share=share) - one.load.single_step_s
+            one.load.mean_step_s(counted_share=share) - one.load.single_step_s
             for one in with_decodes
         )
         if with_decodes:
             fullest = with_decodes[0].load
-            left_s += fullest.mean_itl_s(1, added) - fullest.mean_itl_s()
+            left_s += fullest.mean_step_s(1, added) - fullest.mean_step_s()
         best: Candidate | None = None
         # The kind of choice comes first in the cost. Kinds, the best first:
         # 0: a worker that is needed for the present decodes; the one with the shortest steps;
@@ -96,7 +96,7 @@ class ElasticDecodeChoices:
         best_cost = math.inf, math.inf, False
         for candidate in (*with_decodes, *others):
             load = candidate.load
-            step_s = load.mean_itl_s(1, added, share)
+            step_s = load.mean_step_s(1, added, share)
             is_needed = left_s > 0
             if load.num_decodes:
                 left_s -= limit_s - load.single_step_s
@@ -108,7 +108,7 @@ class ElasticDecodeChoices:
                 cost = (0.0, step_s, False) if is_needed else (1.0, -step_s, False)
             elif step_s <= longest_s or demand.must_place:
                 cost = 3.0, step_s, False
-            elif not demand.is_batch and load.mean_itl_after_parking_s(1, added) <= itl_s:
+            elif not demand.is_batch and load.mean_step_after_parking_s(1, added) <= itl_s:
                 cost = 4.0, step_s, False
             else:
                 continue
@@ -154,7 +154,7 @@ class ElasticDecodeChoices:
         loads = self._router.loads
         num_workers = (loads.open_prefill | loads.open_decode).bit_count()
         needed = self._prompts.needed_speed(num_workers, self._router.now)
-        emptiest = min((candidate.load for candidate in candidates), key=WorkerLoad.mean_itl_s)
+        emptiest = min((candidate.load for candidate in candidates), key=WorkerLoad.mean_step_s)
         if emptiest.prompt_speed < needed:
             return False
         # The first decode of a worker lowers its speed of prompts; further decodes hardly do.
@@ -169,7 +169,7 @@ def decode_choice(candidate: Candidate, demand: Demand) -> DecodeChoice:
     load = candidate.load
     return DecodeChoice(
         load.key,
-        predicted_s=load.mean_itl_s(1, demand.num_mean_tokens),
+        step_s=load.mean_step_s(1, demand.num_mean_tokens),
         num_kv_tokens=load.in_blocks(demand.num_tokens + demand.num_output_tokens),
         num_tokens=demand.num_tokens,
         hits=load.traits.hits(candidate.held, demand.num_tokens),
@@ -202,7 +202,7 @@ def placement_sample(
         num_assigned=sum(load.num_decodes for load in loads),
         num_decoding=sum(load.decodes.num_arrived for load in loads),
         prompt_share=model.chunk_s(0, prefill.num_work_tokens) / (num_output_tokens * step_s),
-        due_share=prefill.predicted_s / demand.due_in_s if demand.due_in_s > 0 else 1.0,
+        due_share=prefill.ttft_s / demand.due_in_s if demand.due_in_s > 0 else 1.0,
     )
 
 

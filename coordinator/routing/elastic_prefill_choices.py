@@ -117,8 +117,8 @@ class ElasticPrefillChoices:
         return not (borrows and load.num_decodes)
 
     def _cost_s(self, load: WorkerLoad, choice: PrefillChoice, demand: Demand) -> float:
-        cost_s = choice.predicted_s + self._harm_s(load, choice, demand)
-        return cost_s + _TOO_LATE_S if choice.predicted_s > demand.due_in_s else cost_s
+        cost_s = choice.ttft_s + self._harm_s(load, choice, demand)
+        return cost_s + _TOO_LATE_S if choice.ttft_s > demand.due_in_s else cost_s
 
     def _harm_s(self, load: WorkerLoad, choice: PrefillChoice, demand: Demand) -> float:
         """Seconds that are added to a prompt's predicted first token to compare workers.
@@ -135,7 +135,7 @@ class ElasticPrefillChoices:
         alone_s = work_s * load.prompt_speed
         steps_s = 0.0
         if load.num_decodes:
-            step_s = load.mean_itl_s()
+            step_s = load.mean_step_s()
             steps_s = step_s / 2 + max(0.0, step_s + alone_s - work_s) + step_s
         return _WORK_WEIGHT * alone_s + num_behind * work_s + steps_s
 

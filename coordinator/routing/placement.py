@@ -188,7 +188,7 @@ class Placer:
             num_tokens,
             computes_all=request.submission.computes_whole_prompt,
         )
-        if prefill.predicted_s >= within_s:
+        if prefill.ttft_s >= within_s:
             return None
         return self._handoffs.plan(request, prefill, decode)
 
@@ -260,9 +260,7 @@ class Placer:
         submission = request.submission
         num_tokens = request.num_tokens + self._needs.more_output_tokens(request)
         # The router did not choose this worker, so only the KV tokens of the choice matter.
-        choice = DecodeChoice(
-            worker, predicted_s=0.0, num_kv_tokens=num_tokens, num_tokens=num_tokens
-        )
+        choice = DecodeChoice(worker, step_s=0.0, num_kv_tokens=num_tokens, num_tokens=num_tokens)
         is_interactive = submission.lane != _BATCH
         self.router.assign_decode(
             request.key,

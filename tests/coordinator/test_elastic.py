@@ -321,7 +321,7 @@ def test_overdue_prompts_are_behind_a_prompt_that_can_be_in_time():
         cell.router.assign_prefill(name, PrefillChoice(key("a"), 0.0, 0.15, 1500), [], due_at=-1)
     found = cell.place(1600).prefill
     # Up to 100 ms of the step under way are left.
-    assert found.work_s < found.predicted_s <= found.work_s + 0.1
+    assert found.work_s < found.ttft_s <= found.work_s + 0.1
 
 
 def test_half_a_step_without_decodes_may_be_left_before_a_shorter_prompt():
@@ -331,7 +331,7 @@ def test_half_a_step_without_decodes_may_be_left_before_a_shorter_prompt():
     for prompt_step_s in (0.2, 0.1):
         cell.router.loads.set_step_targets(StepTargets(ITL_S, ITL_S, prompt_step_s))
         found = cell.place(100).prefill
-        assert found.predicted_s - found.work_s == pytest.approx(prompt_step_s / 2)
+        assert found.ttft_s - found.work_s == pytest.approx(prompt_step_s / 2)
 
 
 def test_a_worker_gets_one_late_request_at_a_time_even_after_a_long_wait():
