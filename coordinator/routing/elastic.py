@@ -9,7 +9,7 @@ import math
 
 from baton.coordinator.routing.cache_fills import CacheFills
 from baton.coordinator.routing.choices import NoPlacement, Placement, PrefillChoice
-from baton.coordinator.routing.elastic_candidates import Demand, ElasticCandidates
+from baton.coordinator.routing.elastic_candidates import Demand, ElasticCandidates, Urgency
 from baton.coordinator.routing.elastic_choices import ElasticChoices
 from baton.coordinator.routing.elastic_decode_choices import reachable_itl_s
 from baton.coordinator.routing.elastic_prefill_choices import AHEAD_S
@@ -163,13 +163,6 @@ class ElasticRule:
 
     def _demand(self, request: Request) -> Demand:
         submission, lane = request.submission, self._needs.prompt_lane(request.submission)
-        is_batch = submission.lane == _BATCH
-        waited_s = self._router.now - request.state_since
-        longest_s = lane_config(self._lanes, submission.lane).max_queue_s
-        # A stream that lost its worker continues at once, because its client sees the pause. A
-        # batch output may have been parked for requests that still run, so it waits.
-        continues = len(request.token_ids) > 0 and not is_batch
-        must_place = continues or waited_s > _MUST_PLACE_SHARE[lane] * longest_s
         ends_with_first = self._needs.most_output_tokens(submission) == 1
         return Demand(
             num_tokens=request.num_tokens,
@@ -177,16 +170,27 @@ class ElasticRule:
             num_mean_tokens=self._needs.mean_tokens(request),
             due_in_s=request.first_token_due_at - self._router.now,
             itl_s=self._itl_target_s,
+            urgency=self._urgency(request),
             # A request that lost its worker does not go behind others: `max_recovery_s` may end
             # before it would have its turn.
             others_go_first_if_late=(
                 request.state is RequestState.QUEUED and not request.is_late and lane != _BATCH
             ),
-            is_late=request.is_late,
-            waits_for_others=(request.is_late or is_batch) and not must_place,
-            must_place=must_place,
-            continues=continues,
             session=submission.session,
             may_fetch=self._needs.may_fetch(request),
-            is_batch=is_batch,
+            is_batch=submission.lane == _BATCH,
         )
+
+    def _urgency(self, request: Request) -> Urgency:
+        submission, lane = request.submission, self._needs.prompt_lane(request.submission)
+        is_batch = submission.lane == _BATCH
+        # A stream that lost its worker continues at once, because its client sees the pause. A
+        # batch output may have been parked for requests that still run, so it waits.
+        if request.token_ids and not is_batch:
+            return Urgency.CONTINUES
+        longest_s = lane_config(self._lanes, submission.lane).max_queue_s
+        if self._router.now - request.state_since > _MUST_PLACE_SHARE[lane] * longest_s:
+            return Urgency.OVERDUE
+        if request.is_late:
+            return Urgency.LATE
+        return Urgency.YIELDS if is_batch else Urgency.NORMAL

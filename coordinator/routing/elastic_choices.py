@@ -35,7 +35,6 @@ the workers with most KV room and with the shortest prefill queue.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from baton.coordinator.routing.cache_fills import CacheFills
@@ -125,7 +124,7 @@ class ElasticChoices:
             return NoPlacement.FULL
         sample = placement_sample(candidates, demand, prefill, self._router.now)
         shares = step_targets(self._router).shares_workers(fastest_step_s(candidates))
-        if shares and prefill.worker != decode.worker and not demand.waits_for_others:
+        if shares and prefill.worker != decode.worker and not demand.yields:
             prefill = self._prefill_at_decode(candidates, prefill, decode, demand)
         return ElasticPlacement(
             prefill, self._decode_at_prefill(candidates, prefill, decode, demand), sample
@@ -176,9 +175,7 @@ class ElasticChoices:
 
         Unlike `place`, this method has no limit of the prompts that are queued on the worker.
         """
-        candidates = self._candidates.of(
-            match, Demand(num_tokens, 0, 0, math.inf, math.inf, session=session)
-        )
+        candidates = self._candidates.of(match, Demand.of_prompt(num_tokens, session))
         return min(
             (candidate.soonest for candidate in candidates),
             key=lambda choice: choice.ttft_s,
@@ -225,7 +222,7 @@ class ElasticChoices:
         has_few = demand.num_output_tokens <= (_FEW_TOKENS_TIGHT if is_tight else _FEW_TOKENS)
         if has_few and not load.num_prefills:
             longest_s = demand.itl_s
-        elif is_tight and not load.num_decodes and not demand.waits_for_others:
+        elif is_tight and not load.num_decodes and not demand.yields:
             others = (other.load for other in candidates if other is not candidate)
             if sum(not (other.num_decodes or other.num_prefills) for other in others) < _NUM_IDLE:
                 return decode

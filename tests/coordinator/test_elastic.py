@@ -11,7 +11,7 @@ from virtual_cell import VirtualCell, WorkerShape
 from worker_choices import elastic_choices
 
 from baton.coordinator.routing.choices import DecodeChoice, NoPlacement, PrefillChoice
-from baton.coordinator.routing.elastic_candidates import Demand, ElasticCandidates
+from baton.coordinator.routing.elastic_candidates import Demand, ElasticCandidates, Urgency
 from baton.coordinator.routing.prefix_fetches import PrefixFetches
 from baton.coordinator.routing.prompt_demand import PromptDemand
 from baton.coordinator.routing.router import Router
@@ -241,7 +241,7 @@ def test_a_request_waits_when_one_more_decode_would_break_the_itl_target():
     # 30 ms, and 2 ms per request.
     assert cell.num_decodes() == [10]
     # After a long wait it is placed in any case.
-    assert is_placed(cell.place(must_place=True))
+    assert is_placed(cell.place(urgency=Urgency.OVERDUE))
 
 
 def test_a_request_without_a_handoff_goes_where_its_output_keeps_the_itl_target():
@@ -255,7 +255,7 @@ def test_a_request_without_a_handoff_goes_where_its_output_keeps_the_itl_target(
     assert found.prefill.worker == found.decode.worker == key("other")
     add_decodes(cell, "other", 12)
     # No worker keeps the target: the one with the shortest steps gets the request.
-    found = cell.choices.place_on_one(match, cell.demand(len(prompt), must_place=True))
+    found = cell.choices.place_on_one(match, cell.demand(len(prompt), urgency=Urgency.OVERDUE))
     assert found.prefill.worker == found.decode.worker == key("full")
 
 
@@ -305,10 +305,10 @@ def test_a_late_request_gets_only_a_fast_worker_without_prompts():
     cell = Cell("a", "b")
     for _ in range(MOST):
         decoder = cell.start().decode.worker
-    assert cell.place(waits_for_others=True).prefill.worker != decoder
+    assert cell.place(urgency=Urgency.YIELDS).prefill.worker != decoder
     cell.start(500, computed=False)
-    assert cell.place(waits_for_others=True) is BUSY
-    assert is_placed(cell.place(must_place=True))
+    assert cell.place(urgency=Urgency.YIELDS) is BUSY
+    assert is_placed(cell.place(urgency=Urgency.OVERDUE))
 
 
 def test_overdue_prompts_are_behind_a_prompt_that_can_be_in_time():
@@ -337,27 +337,27 @@ def test_half_a_step_without_decodes_may_be_left_before_a_shorter_prompt():
 def test_a_worker_gets_one_late_request_at_a_time_even_after_a_long_wait():
     cell = Cell("a")
     cell.start(1500, computed=False, due_at=-1.0)
-    assert cell.place(must_place=True) is BUSY
-    assert is_placed(cell.place(must_place=True, continues=True))
+    assert cell.place(urgency=Urgency.OVERDUE) is BUSY
+    assert is_placed(cell.place(urgency=Urgency.CONTINUES))
     assert is_placed(cell.place())
 
 
 def test_an_output_whose_first_token_was_late_keeps_other_late_requests_away():
     cell = Cell("a")
     cell.start(1500, due_at=-1.0)
-    assert cell.place(must_place=True) is BUSY
+    assert cell.place(urgency=Urgency.OVERDUE) is BUSY
     assert is_placed(cell.place())
     cell.router.release("r0", None, key("a"))
-    assert is_placed(cell.place(must_place=True))
+    assert is_placed(cell.place(urgency=Urgency.OVERDUE))
 
 
 def test_late_prompts_borrow_no_time_from_streams():
     for longest_gap, is_full in ((1.2, False), (3.0, True)):
         cell = Cell("a", longest_gap=longest_gap)
         cell.start(100)
-        placed = cell.place(is_late=True, waits_for_others=True)
+        placed = cell.place(urgency=Urgency.LATE)
         assert (placed is BUSY) == is_full
-        assert is_placed(cell.place(waits_for_others=True))
+        assert is_placed(cell.place(urgency=Urgency.YIELDS))
 
 
 def test_a_late_prompt_joins_another_where_only_this_worker_holds_its_prefix():
@@ -369,7 +369,7 @@ def test_a_late_prompt_joins_another_where_only_this_worker_holds_its_prefix():
     for name in "ab":
         late = PrefillChoice(key(name), 0.0, 0.1, 1000)
         cell.router.assign_prefill(f"late-{name}", late, [], due_at=-1.0)
-    assert cell.place(len(prompt), prompt, must_place=True) is BUSY
+    assert cell.place(len(prompt), prompt, urgency=Urgency.OVERDUE) is BUSY
     cell.router.add_worker(
         key("c"),
         WorkerTraits(FixedLatency(), "h", 65536, BLOCK, host_kv_tokens=4096),
@@ -378,13 +378,13 @@ def test_a_late_prompt_joins_another_where_only_this_worker_holds_its_prefix():
     cell.router.apply_cache(key("c"), events)
     late = PrefillChoice(key("c"), 0.0, 0.1, 1000)
     cell.router.assign_prefill("late-c", late, [], due_at=-1.0)
-    assert cell.place(len(prompt), prompt, must_place=True).prefill.worker == key("c")
+    assert cell.place(len(prompt), prompt, urgency=Urgency.OVERDUE).prefill.worker == key("c")
     # It holds less than a quarter of this prompt.
-    assert cell.place(6400, list(range(6400)), must_place=True) is BUSY
+    assert cell.place(6400, list(range(6400)), urgency=Urgency.OVERDUE) is BUSY
     # A prefix that many workers hold, such as a system prompt, is no reason to go to any of them.
     for name in "ab":
         cell.router.apply_cache(key(name), cluster_pb2.CacheEvents(stored=events.stored))
-    assert cell.place(len(prompt), prompt, must_place=True) is BUSY
+    assert cell.place(len(prompt), prompt, urgency=Urgency.OVERDUE) is BUSY
 
 
 @pytest.mark.parametrize(
@@ -419,7 +419,7 @@ def test_questions_change_no_later_answer():
     cell.router.assign_prefill("p", PrefillChoice(key("b"), 0.15, 0.15, 1500), [])
     questions = (
         {"num_tokens": 10, "due_in_s": 5.0},
-        {"num_tokens": 3000, "num_mean_tokens": 3015, "due_in_s": 0.7, "must_place": True},
+        {"num_tokens": 3000, "num_mean_tokens": 3015, "due_in_s": 0.7, "urgency": Urgency.OVERDUE},
         {"num_tokens": 6000, "due_in_s": 0.5, "others_go_first_if_late": True},
     )
     first = [cell.place(**question) for question in questions]
@@ -435,7 +435,7 @@ def test_prompts_take_longer_once_a_worker_decodes():
     load = cell.router.loads.get(key("a"))
     alone_s = load.queued_s(0.0) * load.prompt_speed
     for _ in range(4):
-        cell.start(16, computed=False, continues=True)
+        cell.start(16, computed=False, urgency=Urgency.CONTINUES)
     assert load.queued_s(0.0) * load.prompt_speed == pytest.approx(
         alone_s + 4 * MODEL.prefill_per_token_s * 16, rel=0.1
     )
@@ -445,7 +445,7 @@ def test_the_work_of_prompts_is_that_of_a_worker_without_decodes():
     """The autoscaler counts it: beside decodes, prompts take longer but are no more work."""
     cell = Cell("a")
     for _ in range(MOST):
-        cell.start(16, continues=True)
+        cell.start(16, urgency=Urgency.CONTINUES)
     cell.start(3000, computed=False)
     load = cell.router.loads.get(key("a"))
     assert load.work_s(0.0) == pytest.approx(0.3, rel=0.05)
@@ -728,5 +728,5 @@ def test_a_batch_request_without_a_handoff_does_not_count_on_parked_outputs():
         cell.router.assign_decode(
             f"batch{number}", choice, is_interactive=False, can_be_parked=True, num_mean_tokens=500
         )
-    demand = cell.demand(500, is_batch=True, must_place=True)
+    demand = cell.demand(500, is_batch=True, urgency=Urgency.OVERDUE)
     assert cell.choices.place_on_one(cell.match(), demand).decode.worker == key("a")
