@@ -11,7 +11,6 @@ from baton.coordinator.routing.cache_fills import CacheFills
 from baton.coordinator.routing.choices import NoPlacement, Placement, PrefillChoice
 from baton.coordinator.routing.elastic_candidates import Demand, ElasticCandidates, Urgency
 from baton.coordinator.routing.elastic_choices import ElasticChoices
-from baton.coordinator.routing.elastic_decode_choices import reachable_itl_s
 from baton.coordinator.routing.elastic_prefill_choices import AHEAD_S
 from baton.coordinator.routing.handoffs import Handoffs
 from baton.coordinator.routing.prefix_fetches import PrefixFetches
@@ -25,6 +24,7 @@ from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.lanes import lane_config
 from baton.coordinator.state.requests import Request, RequestState, SessionKey
 from baton.coordinator.telemetry.recent_values import RecentValues
+from baton.runtime.step_budget import reachable_itl_s
 from baton.v1 import common_pb2
 
 _BATCH = common_pb2.LANE_BATCH

@@ -8,7 +8,6 @@ from dataclasses import replace
 from statistics import NormalDist
 from typing import NamedTuple
 
-from baton.coordinator.routing.elastic_decode_choices import reachable_itl_s
 from baton.coordinator.scaling.autoscale import forecast, queueing
 from baton.coordinator.scaling.autoscale.types import (
     DecodeLoad,
@@ -19,6 +18,7 @@ from baton.coordinator.scaling.autoscale.types import (
     Sample,
 )
 from baton.coordinator.state.scaling_config import ScalingConfig, Targets
+from baton.runtime.step_budget import reachable_itl_s
 from baton.runtime.ttft_target import TtftTarget
 
 # Share of a latency target kept as safety margin.
