@@ -2,9 +2,10 @@
 
 `make bench`, or `python -m baton.bench.disaggregation --help`. Each engine has one core. Baton and
 plain vLLM answer the same prompts in alternating rounds, so that noise of the machine affects both.
-Plain vLLM is one server, and, for several requests in flight, also two servers behind a balancer
-(colocated serving with as many engines as Baton). The NIXL pair runs alone afterwards, because
-NIXL's progress threads spin.
+"Baton" hands every prompt over. "Baton, elastic" has the default settings: while it is idle, one
+worker computes the prompt and decodes. Plain vLLM is one server, and, for several requests in
+flight, also two servers behind a balancer (colocated serving with as many engines as Baton). The
+NIXL pair runs alone afterwards, because NIXL's progress threads spin.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
 from baton.bench import interrupts, nixl_transfer, streams, systems
 from baton.bench.disaggregation_report import (
     BATON,
+    ELASTIC,
     FRESH_REQUESTS,
     NIXL,
     PLAIN,
@@ -43,6 +46,8 @@ MODEL = "demo-88m"
 MAX_MODEL_LEN = demo_model.SHAPES[MODEL].max_model_len
 MAX_NUM_SEQS = 16
 ENGINE_ARGS = systems.engine_args(MODEL, MAX_NUM_SEQS)
+# Every request of a pair with these settings has a handoff; without them, the cell is elastic.
+HANDS_OVER = {"decode": {"local_prefill": False}}
 # Token IDs of the demo tokenizer without special tokens.
 TOKEN_IDS = range(5, 430)
 # Counted requests of one system per round, and smallest number of uncounted requests before them.
@@ -105,16 +110,22 @@ async def run(arguments: argparse.Namespace) -> Results:
             send_plain, send_pair = senders_plain[0], streams.least_loaded(senders_plain)
             results.fresh.append(await measure_fresh(PLAIN, send_plain, results.fresh_tokens))
             for index in range(arguments.fresh_pairs):
-                async with baton(model, pair_cores, max_tokens) as (cluster, sender):
+                strict = baton(model, pair_cores, max_tokens, HANDS_OVER)
+                async with strict as (cluster, sender):
                     fresh = await measure_fresh(BATON, sender, results.fresh_tokens, index)
                     results.fresh.append(fresh)
                     if index < arguments.fresh_pairs - 1:
                         continue
-                    for cell in results.cells:
-                        senders: dict[str, Send] = {PLAIN: send_plain, BATON: sender}
-                        if cell.concurrency > 1:
-                            senders[PLAIN_PAIR] = send_pair
-                        await fill(cell, senders, arguments.repeats)
+                    async with baton(model, pair_cores, max_tokens, {}) as (_, send_elastic):
+                        for cell in results.cells:
+                            senders: dict[str, Send] = {
+                                PLAIN: send_plain,
+                                BATON: sender,
+                                ELASTIC: send_elastic,
+                            }
+                            if cell.concurrency > 1:
+                                senders[PLAIN_PAIR] = send_pair
+                            await fill(cell, senders, arguments.repeats)
                     results.resident_mb = resident_mb(cluster, plain)
                     results.handoff_counters = await asyncio.to_thread(cluster.handoff_counters)
                     results.num_sent = sender.num_sent
@@ -146,11 +157,9 @@ class CountingSender:
 
 @contextlib.asynccontextmanager
 async def baton(
-    model: str, cores: tuple[str, str], max_tokens: int
+    model: str, cores: tuple[str, str], max_tokens: int, settings: Mapping[str, Any]
 ) -> AsyncIterator[tuple[systems.Baton, CountingSender]]:
     """Starts a coordinator and a worker pair that have served no request yet."""
-    # Without local prefill, every request has a handoff.
-    settings = {"decode": {"local_prefill": False}}
     with systems.baton(model, ENGINE_ARGS, cores, settings) as cluster:
         async with BatonClient(cluster.coordinator.address) as client:
             await cluster.wait_ready(client)

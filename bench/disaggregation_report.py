@@ -11,15 +11,17 @@ from baton.load import stats
 from baton.load.stats import Goal
 
 PLAIN, PLAIN_PAIR = "plain vLLM", "two plain vLLM"
-BATON, NIXL = "Baton", "vLLM NixlConnector"
+BATON, ELASTIC, NIXL = "Baton", "Baton, elastic", "vLLM NixlConnector"
 # Number of requests to a system that has just started, one at a time, without warm-up.
 FRESH_REQUESTS = 12
 
 # Goals for Baton: exposed handoff / prefill; gap from first to second token / steady ITL, by
-# concurrency; first handoff of a new pair / its steady handoff.
+# concurrency; first handoff of a new pair / its steady handoff; TTFT of an elastic cell / plain
+# vLLM's with one request in flight.
 MAX_EXPOSED_SHARE, EXPOSED_FROM_TOKENS = 0.02, 512
 MAX_GAP_RATIO = {1: 1.3, 4: 2.0}
 MAX_FIRST_RATIO = 2.0
+MAX_TTFT_RATIO = 1.05
 
 COLUMNS = {
     "ttft_p50_ms": "TTFT p50",
@@ -155,6 +157,12 @@ def summary(timed: list[Timed]) -> dict[str, float]:
 def goals(results: Results) -> Iterator[Goal]:
     """Yields the goals for Baton with their measured values."""
     for cell in results.cells:
+        if cell.concurrency == 1 and ELASTIC in cell.timed:
+            plain, elastic = summary(cell.timed[PLAIN]), summary(cell.timed[ELASTIC])
+            ratio = stats.ratio(elastic["ttft_p50_ms"], plain["ttft_p50_ms"])
+            yield Goal(f"{cell.name}: TTFT, elastic / plain vLLM", ratio, MAX_TTFT_RATIO, " x")
+        if BATON not in cell.timed:
+            continue
         own = summary(cell.timed[BATON])
         if (limit := MAX_GAP_RATIO.get(cell.concurrency)) is not None:
             what = f"{cell.name}: gap first to second token / own ITL"

@@ -4,8 +4,9 @@
 
 A plain vLLM server, a prefill worker and a decode worker share one GPU. All have the shape of
 Llama 3 8B with random weights, which are the same in all of them. They answer the same prompts in
-alternating rounds, one at a time, so that only one of them computes; every prompt is handed over.
-The report has the times of both, and how many outputs differ.
+alternating rounds, one at a time, so that only one of them computes. Every prompt is handed over;
+with `--elastic`, the cell has the default settings, and one worker computes the prompt and decodes.
+The report has the times of both systems, and how many outputs differ.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import aiohttp
 
 from baton.bench import disaggregation, interrupts, streams, systems
-from baton.bench.disaggregation_report import BATON, PLAIN, Cell, Results, as_json, show
+from baton.bench.disaggregation_report import BATON, ELASTIC, PLAIN, Cell, Results, as_json, show
 from baton.client.client import BatonClient
 from baton.load import stats
 from baton.runtime import demo_model
@@ -43,17 +44,18 @@ ENGINE_ARGS: dict[str, Any] = {
 }
 STAGING_BYTES = 3 * LONGEST_PROMPT * TOKEN_BYTES
 KV_TRANSFER = {"send_bytes": STAGING_BYTES, "receive_bytes": STAGING_BYTES}
-SETTINGS = {"decode": {"local_prefill": False}, "kv_transfer": KV_TRANSFER}
 
 
 async def run(arguments: argparse.Namespace, model: str) -> Results:
     engine_args = ENGINE_ARGS | arguments.engine_args
     max_tokens = arguments.output_tokens
+    name, hands_over = (ELASTIC, {}) if arguments.elastic else (BATON, disaggregation.HANDS_OVER)
+    settings = {**hands_over, "kv_transfer": KV_TRANSFER}
     results = Results(output_tokens=max_tokens, fresh_tokens=0, cells=[])
     timeout = aiohttp.ClientTimeout(total=streams.REQUEST_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as http:
         with (
-            systems.baton(model, engine_args, ("0", "1"), SETTINGS) as cluster,
+            systems.baton(model, engine_args, ("0", "1"), settings) as cluster,
             systems.plain(model, engine_args) as server,
         ):
             async with BatonClient(cluster.coordinator.address) as client:
@@ -61,7 +63,7 @@ async def run(arguments: argparse.Namespace, model: str) -> Results:
                 sender = disaggregation.CountingSender(client, max_tokens)
                 senders: dict[str, streams.Send] = {
                     PLAIN: disaggregation.plain_sender(http, server, max_tokens),
-                    BATON: sender,
+                    name: sender,
                 }
                 for length in sorted(arguments.prompt_tokens):
                     cell = Cell(length, 1)
@@ -82,6 +84,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--engine-args", type=json.loads, default={}, help="further arguments of vLLM, as JSON"
     )
+    parser.add_argument("--elastic", action="store_true", help="with Baton's default settings")
     parser.add_argument("--json", type=Path, default=Path("bench/results/gpu.json"))
     arguments = parser.parse_args()
     if not all(1 <= length <= LONGEST_PROMPT for length in arguments.prompt_tokens):

@@ -3,9 +3,10 @@
     python -m baton.bench.gpu_report --json gpu-report.json
 
 Needs a clone, a CUDA GPU and some ten minutes: the tests of copies and of equal tokens, the speed
-of copies, one handoff, the TTFT beside plain vLLM's, and a mixed load on Baton and on two plain
-servers. The checks run one after the other, and the report is written after each, so that one that
-fails or takes too long hides no other. The folder of the report keeps what each has printed.
+of copies, one handoff, the TTFT beside plain vLLM's with and without handoffs, and a mixed load on
+Baton and on two plain servers. The checks run one after the other, and the report is written after
+each, so that one that fails or takes too long hides no other. The folder of the report keeps what
+each has printed.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ def checks(directory: Path, engine_args: str, num_processes: int, tests_s: float
         bench("copies", "gpu_copies", 60),
         bench("handoff", "gpu_handoff", 60),
         bench("ttft", "gpu", 240, "--repeats", "12", *engines),
+        bench("elastic-ttft", "gpu", 240, "--repeats", "12", "--elastic", *engines),
         bench("mixed", "colocated", 300, "--gpu", *engines),
     ]
 

@@ -300,6 +300,7 @@ class EngineInfo:
         engine: Kind of engine, for example "vllm".
         version: Version of the engine.
         device: Device type, for example "cuda".
+        device_name: Model of the device, for example "NVIDIA H100 80GB HBM3".
         model: The model and its limits.
         layout: Layout of the KV cache, which handoffs use.
         kv_tokens: Size of the KV cache in tokens.
@@ -330,6 +331,7 @@ class EngineInfo:
     host_kv_tokens: int = 0
     disk_kv_tokens: int = 0
     disk_bytes_per_s: int = 0
+    device_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

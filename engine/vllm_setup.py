@@ -16,6 +16,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from baton.engine.base import EngineDead, EngineInfo
+from baton.engine.device_name import device_name
 from baton.engine.model_revision import computation
 from baton.engine.vllm_config import (
     RefusingEngineArgs,
@@ -316,6 +317,7 @@ class VllmSetup:
             engine="vllm",
             version=vllm.__version__,
             device=config.device_config.device_type,
+            device_name=device_name(),
             model=common_pb2.ModelDescription(
                 name=served_name,
                 revision=self.layout.revision,

@@ -175,7 +175,9 @@ class SimulatedCell(VirtualTime):
         key, shape = (member.worker_id, 1), self._shapes[member.pool]
         member.engine = self._engines[key] = Engine(self, key, ROLE_OF[member.pool], shape)
         room = shape.kv_tokens if shape.announced_kv_tokens is None else shape.announced_kv_tokens
-        self._post(ev.WorkerAttached(hello(key, ROLE_OF[member.pool], shape, room)))
+        # Workers with other step times have another device.
+        device = repr(shape.model)
+        self._post(ev.WorkerAttached(hello(key, ROLE_OF[member.pool], shape, room, device)))
         self._heartbeat(member.engine)
 
     def _heartbeat(self, engine: Engine) -> None:

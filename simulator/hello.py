@@ -28,9 +28,21 @@ class EngineLimits(Protocol):
 
 
 def hello(
-    key: WorkerKey, role: common_pb2.Role.ValueType, shape: EngineLimits, kv_tokens: int
+    key: WorkerKey,
+    role: common_pb2.Role.ValueType,
+    shape: EngineLimits,
+    kv_tokens: int,
+    device_name: str = "",
 ) -> cluster_pb2.Hello:
-    """Returns the Hello of a worker with this KV cache size and practically unlimited staging."""
+    """Returns the Hello of a worker with practically unlimited staging.
+
+    Args:
+        key: The worker.
+        role: Its role.
+        shape: Limits of its engine.
+        kv_tokens: Size of its KV cache.
+        device_name: Model of its device; workers of other devices have latency models of their own.
+    """
     name, incarnation = key
     return cluster_pb2.Hello(
         worker_id=name,
@@ -62,4 +74,5 @@ def hello(
         host_id=name,
         engine="simulated",
         engine_version="1",
+        device_name=device_name,
     )

@@ -140,6 +140,7 @@ class WorkerHost:
             engine=info.engine,
             engine_version=info.version,
             device=info.device,
+            device_name=info.device_name,
             running=self._runner.running(),
             pid=os.getpid(),
             startup_ms=identity.startup_ms,

@@ -27,17 +27,26 @@ _COLD_STEPS = 3
 
 
 class WorkerKind(NamedTuple):
-    """Properties that determine the step latency of a worker; the role is not among them."""
+    """Properties that determine the step latency of a worker; the role is not among them.
+
+    Attributes:
+        device: type of the device, for example "cuda".
+        device_name: model of the device, for example "NVIDIA H100 80GB HBM3".
+        revision: revision of the model.
+        rollout: revision of the worker, which may change engine arguments.
+        config_digest: hash of the engine arguments; the two pools may have different ones.
+    """
 
     engine: str
     engine_version: str
     device: str
+    device_name: str
     model: str
     revision: str
     tp_size: int
     pp_size: int
-    # A revision may change engine arguments and with them the latency.
     rollout: str
+    config_digest: str
 
     @classmethod
     def of(cls, hello: cluster_pb2.Hello) -> WorkerKind:
@@ -45,11 +54,13 @@ class WorkerKind(NamedTuple):
             hello.engine,
             hello.engine_version,
             hello.device,
+            hello.device_name,
             hello.model.name,
             hello.model.revision,
             hello.fingerprint.tp_size,
             hello.fingerprint.pp_size or 1,
             hello.revision,
+            hello.config_digest,
         )
 
 

@@ -395,6 +395,7 @@ def _worker_info(
         labels=hello.labels,
         revision=worker.fleet.name,
         config_digest=hello.config_digest,
+        device_name=hello.device_name,
         latency=_latency_info(latency),
         unresponsive=worker.trouble(now, silent_s),
         flips_to=worker.flip.into if worker.flip is not None else common_pb2.ROLE_UNSPECIFIED,

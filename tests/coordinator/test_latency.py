@@ -69,9 +69,20 @@ def test_load_reports_fit_the_model_of_the_workers_kind(world):
 def test_an_unmeasured_kind_has_the_seed_model(world):
     for seed in range(5):
         report(world, "d", decodes(100, seed))
-    world.attach("gpu", DECODE, device="H100")
+    world.attach("gpu", DECODE, device="cuda")
     assert described(world, "gpu").model == SEED
     assert described(world, "d").model != SEED
+
+
+@pytest.mark.parametrize("changes", [{"device_name": "H20"}, {"config_digest": "0123456789ab"}])
+def test_workers_on_other_gpus_or_with_other_arguments_have_another_model(world, changes):
+    """vLLM calls the type of every NVIDIA GPU "cuda", and each pool has arguments of its own."""
+    world.attach("h100", DECODE, device="cuda", device_name="H100")
+    world.attach("other", DECODE, **{"device": "cuda", "device_name": "H100", **changes})
+    for seed in range(5):
+        report(world, "h100", decodes(100, seed))
+    assert described(world, "h100").model != SEED
+    assert described(world, "other").model == SEED
 
 
 def test_a_new_workers_first_steps_of_each_size_do_not_count(world):

@@ -430,6 +430,7 @@ class WorkerInfo(_message.Message):
     CONFIG_DIGEST_FIELD_NUMBER: _builtins.int
     UNRESPONSIVE_FIELD_NUMBER: _builtins.int
     KV_SPEEDS_FIELD_NUMBER: _builtins.int
+    DEVICE_NAME_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     role: _common_pb2.Role.ValueType
@@ -447,6 +448,8 @@ class WorkerInfo(_message.Message):
     config_digest: _builtins.str
     unresponsive: _builtins.str
     """Why the worker gets no new requests for now; empty if it is healthy."""
+    device_name: _builtins.str
+    """Copy of Hello.device_name."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelDescription: ...
     @_builtins.property
@@ -469,8 +472,8 @@ class WorkerInfo(_message.Message):
 
     @_builtins.property
     def latency(self) -> Global___LatencyInfo:
-        """Latency model of all workers with the same engine, version, device, model and numbers
-        of ranks.
+        """Latency model of all workers with the same engine, version, device, model, engine arguments and
+        numbers of ranks.
         """
 
     @_builtins.property
@@ -510,10 +513,11 @@ class WorkerInfo(_message.Message):
         config_digest: _builtins.str = ...,
         unresponsive: _builtins.str = ...,
         kv_speeds: _abc.Iterable[Global___KvSpeed] | None = ...,
+        device_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attached_at", b"attached_at", "capacity", b"capacity", "latency", b"latency", "load", b"load", "model", b"model", "silent_for", b"silent_for"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_at", b"attached_at", "capacity", b"capacity", "config_digest", b"config_digest", "engine", b"engine", "engine_version", b"engine_version", "flips_to", b"flips_to", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "kv_speeds", b"kv_speeds", "labels", b"labels", "latency", b"latency", "load", b"load", "model", b"model", "num_requests", b"num_requests", "peers", b"peers", "pid", b"pid", "revision", b"revision", "role", b"role", "silent_for", b"silent_for", "startup_ms", b"startup_ms", "state", b"state", "unresponsive", b"unresponsive", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_at", b"attached_at", "capacity", b"capacity", "config_digest", b"config_digest", "device_name", b"device_name", "engine", b"engine", "engine_version", b"engine_version", "flips_to", b"flips_to", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "kv_speeds", b"kv_speeds", "labels", b"labels", "latency", b"latency", "load", b"load", "model", b"model", "num_requests", b"num_requests", "peers", b"peers", "pid", b"pid", "revision", b"revision", "role", b"role", "silent_for", b"silent_for", "startup_ms", b"startup_ms", "state", b"state", "unresponsive", b"unresponsive", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

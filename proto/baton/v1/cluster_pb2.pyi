@@ -290,6 +290,7 @@ class Hello(_message.Message):
     REVISION_FIELD_NUMBER: _builtins.int
     CONFIG_DIGEST_FIELD_NUMBER: _builtins.int
     ROLLOUT_FIELD_NUMBER: _builtins.int
+    DEVICE_NAME_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Unique in the cluster, and the same after a restart of the process."""
     incarnation: _builtins.int
@@ -301,9 +302,10 @@ class Hello(_message.Message):
     host_id: _builtins.str
     """Workers with equal host IDs can share memory."""
     engine: _builtins.str
-    """"vllm" or "simulated", and its version. The latency model is fitted per engine and version."""
+    """"vllm" or "simulated", and its version."""
     engine_version: _builtins.str
     device: _builtins.str
+    """Type of the device, for example "cuda"."""
     generation: _builtins.int
     """Generation of the coordinator that this worker was attached to before; 0 for none."""
     ack: _builtins.int
@@ -317,6 +319,8 @@ class Hello(_message.Message):
     """Hash of model and engine arguments, 12 hex digits. It reveals different configurations that use
     the same revision name.
     """
+    device_name: _builtins.str
+    """Model of the device, for example "NVIDIA H100 80GB HBM3"."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelDescription: ...
     @_builtins.property
@@ -370,10 +374,11 @@ class Hello(_message.Message):
         revision: _builtins.str = ...,
         config_digest: _builtins.str = ...,
         rollout: Global___RolloutRecord | None = ...,
+        device_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "fingerprint", b"fingerprint", "model", b"model", "rollout", b"rollout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "capacity", b"capacity", "config_digest", b"config_digest", "device", b"device", "engine", b"engine", "engine_version", b"engine_version", "fingerprint", b"fingerprint", "generation", b"generation", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "labels", b"labels", "model", b"model", "pid", b"pid", "revision", b"revision", "role", b"role", "rollout", b"rollout", "running", b"running", "startup_ms", b"startup_ms", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "capacity", b"capacity", "config_digest", b"config_digest", "device", b"device", "device_name", b"device_name", "engine", b"engine", "engine_version", b"engine_version", "fingerprint", b"fingerprint", "generation", b"generation", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "labels", b"labels", "model", b"model", "pid", b"pid", "revision", b"revision", "role", b"role", "rollout", b"rollout", "running", b"running", "startup_ms", b"startup_ms", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
