@@ -41,6 +41,11 @@ _PRESSURE_WEIGHT, _PRESSURE_GAIN = 0.03, 6.0
 _NUM_SPARE, _SPARE_PRESSURE = 3, 0.1
 # A worker is fast if it computes prompts at more than this share of its full speed.
 _FAST_SPEED = 1 / 3
+# A decode costs the prompts of a worker too much if it costs them this many times as much as on the
+# best worker. Workers of one kind have equal costs.
+_TOO_COSTLY = 1.25
+# Prompt tokens for which the cost of decodes is compared.
+_TYPICAL_TOKENS = 1024
 
 
 class _Kind(IntEnum):
@@ -52,6 +57,8 @@ class _Kind(IntEnum):
             finish their decodes.
         EMPTY: a worker without decodes; the one with the shortest prefill queue, and among equal
             ones the prefill worker, which needs no handoff.
+        COSTLY: a worker of another kind, on which a decode costs the prompts much more time than on
+            the best kind; the one with the shortest steps.
         SLOW: a worker whose steps become longer than `_Limits.join_s`; the one with the shortest
             steps. If the decodes are spread over all workers, each worker with decodes is SLOW.
         TO_PARK: a worker whose batch outputs must be parked, which core/dispatch.py then does; the
@@ -62,9 +69,10 @@ class _Kind(IntEnum):
     NEEDED = 0
     UNNEEDED = 1
     EMPTY = 2
-    SLOW = 3
-    TO_PARK = 4
-    NONE = 5
+    COSTLY = 3
+    SLOW = 4
+    TO_PARK = 5
+    NONE = 6
 
 
 class _Rank(NamedTuple):
@@ -129,14 +137,18 @@ class ElasticDecodeChoices:
         )
         others = [candidate for candidate in candidates if not candidate.load.num_decodes]
         limits = self._limits(candidates, demand, fastest_s)
-        needed = _needed_workers(with_decodes, demand, share, limits)
+        costly = _costly_workers(candidates)
+        efficient = [one for one in with_decodes if one.load.key not in costly]
+        needed = _needed_workers(efficient, demand, share, limits)
         best: Candidate | None = None
         best_rank = _WORST
         for candidate in (*with_decodes, *others):
             load = candidate.load
             if not self._router.has_room(load, demand.num_tokens + demand.num_output_tokens):
                 continue
-            if not load.num_decodes:
+            if load.key in costly:
+                rank = _rank_costly(load, demand, share, limits)
+            elif not load.num_decodes and load.single_step_s <= limits.after_parking_s:
                 is_other = load.key != prefill.worker
                 rank = _Rank(_Kind.EMPTY, load.queued_s(self._router.now), is_other)
             else:
@@ -228,6 +240,32 @@ def _needed_workers(
             needed.add(one.load.key)
         left_s -= limits.join_s - one.load.single_step_s
     return needed
+
+
+def _costly_workers(candidates: list[Candidate]) -> set[WorkerKey]:
+    """Finds the workers of kinds that should rather compute prompts.
+
+    The cost of a decode is the prompt tokens that the worker could compute during a decode step
+    with one stream. With fast GPUs for prompts and GPUs with much bandwidth for outputs, it is
+    larger on the first, so they decode only if the others are full.
+    """
+    costs = [(one.load.key, _tokens_per_step(one.load)) for one in candidates]
+    limit = _TOO_COSTLY * min(cost for _, cost in costs)
+    return {key for key, cost in costs if cost > limit}
+
+
+def _tokens_per_step(load: WorkerLoad) -> float:
+    """Prompt tokens that an idle worker computes in the time of a decode step with one stream."""
+    prompt_s = load.traits.latency.model.chunk_s(0, _TYPICAL_TOKENS)
+    return _TYPICAL_TOKENS * load.single_step_s / prompt_s if prompt_s else 0.0
+
+
+def _rank_costly(load: WorkerLoad, demand: Demand, counted_share: float, limits: _Limits) -> _Rank:
+    """Ranks a worker of `_costly_workers` with room for the request; arguments as in `_rank`."""
+    step_s = load.mean_step_s(1, demand.num_mean_tokens, counted_share)
+    if limits.join_s is not None and step_s <= limits.join_s:
+        return _Rank(_Kind.COSTLY, step_s)
+    return _rank(load, demand, counted_share, limits, is_needed=False)
 
 
 def _rank(
