@@ -70,6 +70,9 @@ _LEAST_S = 1e-9
 # time beside them. In simulations with two workers near capacity, longer steps for all prompts made
 # 3 to 11 percentage points more of the requests late.
 _FIXED_PARTS, _PROMPT_STEPS, _URGENT = 20.0, 3.0, 2.0
+# If no worker keeps the ITL target even with one decode, the target is this many times the fastest
+# worker's step with one decode.
+_UNREACHABLE = 2.0
 # Default of `longest_gap_s`, and its value with long gaps, as multiples of the ITL target. Steps
 # borrow time only if `longest_gap_s` is longer than the default.
 _LONGEST_GAP, _LONG_GAP = 1.2, 3.0
@@ -170,6 +173,17 @@ class StepTargets:
         if step_s <= FAST_SHARE * self.itl_s or self.shares_workers(single_step_s):
             return self.longest_gap_s * _GAP_MARGIN
         return self.stream_limit_s()
+
+
+def reachable_itl_s(itl_s: float, fastest_s: float) -> float:
+    """Returns the longest step that requests are placed for, in seconds.
+
+    Args:
+        itl_s: ITL target.
+        fastest_s: The fastest worker's step with one decode. If it takes longer than the target, no
+            worker can keep the target, and requests must not wait for it.
+    """
+    return itl_s if fastest_s <= itl_s else _UNREACHABLE * fastest_s
 
 
 class Prompt(NamedTuple):

@@ -75,6 +75,7 @@ class Dispatcher:
             placer = self._placers.of(request.fleet)
             placement = placer.place(request)
             if placement is NoPlacement.LATE:
+                placer.becomes_late(request)
                 self._lifecycle.lanes.defer(request)
                 continue
             if self._made_room(placer, request, placement, now):

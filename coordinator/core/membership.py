@@ -345,7 +345,7 @@ class Membership:
     def _max_step_s(self, worker: Worker) -> float:
         """Returns after how many seconds without a step a worker's engine counts as stuck."""
         entry = self._placers.load(worker)
-        step_s = entry.step_s if entry is not None else 0.0
+        step_s = entry.chunk_step_s if entry is not None else 0.0
         return max(self._config.worker_stuck_s, _STUCK_STEPS * step_s)
 
     def _awaits_step(self, worker: Worker) -> bool:

@@ -61,14 +61,14 @@ class BatchPrompts:
         elif placement.is_local:
             return None
         else:
-            wait_s = placement.prefill.predicted_s - placement.prefill.work_s
+            wait_s = placement.prefill.ttft_s - placement.prefill.work_s
         most, found = 0.0, None
         for batch, key in self._worker_of.items():
             entry, worker = self._router.loads.get(key), self._workers.get(key)
             if entry is None or not self.may_be_parked(entry, worker):
                 continue
             left_s = entry.queued_s(self._router.now)
-            if left_s > max(most, entry.step_s) and wait_s > entry.step_s:
+            if left_s > max(most, entry.chunk_step_s) and wait_s > entry.chunk_step_s:
                 most, found = left_s, batch
         return found
 

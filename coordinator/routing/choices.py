@@ -44,8 +44,8 @@ class PrefillChoice(NamedTuple):
 
     Attributes:
         worker: the worker, which may be the request's decode worker.
-        predicted_s: seconds until the first token: the worker's queue, the load from host memory
-            or the fetch, and the prompt's own work.
+        ttft_s: predicted seconds until the first token: the worker's queue, the load from host
+            memory or the fetch, and the prompt's own work.
         work_s: seconds of the prompt's computation; `assign_prefill` adds them to the worker's
             load. A load from host memory delays no other prompt.
         num_work_tokens: tokens of the prompt that the worker must compute.
@@ -54,7 +54,7 @@ class PrefillChoice(NamedTuple):
     """
 
     worker: WorkerKey
-    predicted_s: float
+    ttft_s: float
     work_s: float
     num_work_tokens: int
     hits: PromptHits = PromptHits()
@@ -66,17 +66,36 @@ class DecodeChoice(NamedTuple):
 
     Attributes:
         worker: the decode worker.
-        predicted_s: seconds per decode step on the worker once this request has joined.
+        step_s: predicted seconds per decode step on the worker once this request has joined.
         num_kv_tokens: KV tokens that the request needs; `assign_decode` reserves them.
         num_tokens: tokens of the prompt and of the output generated so far.
         hits: tokens of the prompt that the worker holds, or is expected to hold soon.
     """
 
     worker: WorkerKey
-    predicted_s: float
+    step_s: float
     num_kv_tokens: int
     num_tokens: int
     hits: PromptHits = PromptHits()
+
+
+class PlacementSample(NamedTuple):
+    """The state of an elastic cell at a placement; the rule learns from it once the request begins.
+
+    Attributes:
+        is_busy: whether every fast worker had prompts for more than one step.
+        num_assigned: number of outputs that were assigned to the compared workers.
+        num_decoding: number of these outputs whose prompts were computed.
+        prompt_share: seconds to compute the prompt on a worker without other work, as a share of
+            the expected seconds to decode the output.
+        due_share: predicted seconds until the first token, as a share of the time until it is due.
+    """
+
+    is_busy: bool
+    num_assigned: int
+    num_decoding: int
+    prompt_share: float
+    due_share: float
 
 
 class Placement(NamedTuple):
@@ -87,11 +106,13 @@ class Placement(NamedTuple):
         decode: decode worker for the output; None: the request ends with its first token.
         skip_tokens: tokens that the handoff leaves out because the decode worker has them on its
             device, by its reports; a multiple of the block size.
+        sample: state of the cell when the rule chose; None: the rule learns nothing from it.
     """
 
     prefill: PrefillChoice
     decode: DecodeChoice | None
     skip_tokens: int = 0
+    sample: PlacementSample | None = None
 
     @property
     def is_local(self) -> bool:
@@ -109,11 +130,11 @@ class Placement(NamedTuple):
         prefill, decode, fetch = self.prefill, self.decode, self.prefill.fetch
         return PlacementPrediction(
             prefill.worker[0],
-            max(0.0, prefill.predicted_s - prefill.work_s),
+            max(0.0, prefill.ttft_s - prefill.work_s),
             prefill.work_s,
             prefill.hits,
             decode.worker[0] if decode is not None else "",
-            decode.predicted_s if decode is not None else 0.0,
+            decode.step_s if decode is not None else 0.0,
             fetch.num_sent_tokens if fetch is not None else 0,
             fetch.holder[0] if fetch is not None else "",
         )

@@ -9,9 +9,8 @@ import math
 
 from baton.coordinator.routing.cache_fills import CacheFills
 from baton.coordinator.routing.choices import NoPlacement, Placement, PrefillChoice
-from baton.coordinator.routing.elastic_candidates import Demand, ElasticCandidates
+from baton.coordinator.routing.elastic_candidates import Demand, ElasticCandidates, Urgency
 from baton.coordinator.routing.elastic_choices import ElasticChoices
-from baton.coordinator.routing.elastic_decode_choices import reachable_itl_s
 from baton.coordinator.routing.elastic_prefill_choices import AHEAD_S
 from baton.coordinator.routing.handoffs import Handoffs
 from baton.coordinator.routing.prefix_fetches import PrefixFetches
@@ -25,6 +24,7 @@ from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.lanes import lane_config
 from baton.coordinator.state.requests import Request, RequestState, SessionKey
 from baton.coordinator.telemetry.recent_values import RecentValues
+from baton.runtime.step_budget import reachable_itl_s
 from baton.v1 import common_pb2
 
 _BATCH = common_pb2.LANE_BATCH
@@ -76,20 +76,26 @@ class ElasticRule:
         found = self._choices.place(match, demand)
         if isinstance(found, NoPlacement):
             return found
-        prefill, decode = found
+        prefill, decode, sample = found
         if decode is not None and decode.worker != prefill.worker:
             split = self._handoffs.plan(request, prefill, decode)
             if split is not None:
-                return split
+                return split._replace(sample=sample)
             # The handoff exceeds the limits of these workers.
             found = self._choices.place_on_one(match, demand)
             if isinstance(found, NoPlacement):
                 return found
-        return Placement(found.prefill, found.decode)
+        return Placement(found.prefill, found.decode, sample=sample)
 
     def begins(self, request: Request, placement: Placement) -> None:
-        """Counts what a request stores in caches; measures the prompt of an interactive one."""
+        """Learns from a placement.
+
+        The rule counts the tokens that the request stores in caches, and measures the prompt of an
+        interactive request.
+        """
         self._count_stored(request, placement)
+        if placement.sample is not None:
+            self._choices.begins(placement.sample)
         if request.submission.lane == _BATCH:
             return
         entry = self._router.loads.entries[placement.prefill.worker]
@@ -97,6 +103,10 @@ class ElasticRule:
         self._prompt_times.add(prompt_s)
         target_s = request.first_token_due_at - request.submitted_at
         self._prompt_demand.add(prompt_s, target_s, self._router.now)
+
+    def becomes_late(self, request: Request) -> None:
+        """Learns that prompts cannot all be in time; see PlacementRule."""
+        self._prompt_demand.was_late(self._router.now)
 
     def _count_stored(self, request: Request, placement: Placement) -> None:
         """Counts the tokens that a request stores in the caches of its workers."""
@@ -125,7 +135,7 @@ class ElasticRule:
 
     def is_crowded(self, entry: WorkerLoad) -> bool:
         """Whether mean steps exceed the limit by which decode workers are chosen."""
-        return entry.mean_itl_s() > reachable_itl_s(self._itl_target_s, entry.single_step_s)
+        return entry.mean_step_s() > reachable_itl_s(self._itl_target_s, entry.single_step_s)
 
     def soonest(
         self, match: PrefixMatch, num_tokens: int, session: SessionKey | None
@@ -153,13 +163,6 @@ class ElasticRule:
 
     def _demand(self, request: Request) -> Demand:
         submission, lane = request.submission, self._needs.prompt_lane(request.submission)
-        is_batch = submission.lane == _BATCH
-        waited_s = self._router.now - request.state_since
-        longest_s = lane_config(self._lanes, submission.lane).max_queue_s
-        # A stream that lost its worker continues at once, because its client sees the pause. A
-        # batch output may have been parked for requests that still run, so it waits.
-        continues = len(request.token_ids) > 0 and not is_batch
-        must_place = continues or waited_s > _MUST_PLACE_SHARE[lane] * longest_s
         ends_with_first = self._needs.most_output_tokens(submission) == 1
         return Demand(
             num_tokens=request.num_tokens,
@@ -167,16 +170,27 @@ class ElasticRule:
             num_mean_tokens=self._needs.mean_tokens(request),
             due_in_s=request.first_token_due_at - self._router.now,
             itl_s=self._itl_target_s,
+            urgency=self._urgency(request),
             # A request that lost its worker does not go behind others: `max_recovery_s` may end
             # before it would have its turn.
             others_go_first_if_late=(
                 request.state is RequestState.QUEUED and not request.is_late and lane != _BATCH
             ),
-            is_late=request.is_late,
-            waits_for_others=(request.is_late or is_batch) and not must_place,
-            must_place=must_place,
-            continues=continues,
             session=submission.session,
             may_fetch=self._needs.may_fetch(request),
-            is_batch=is_batch,
+            is_batch=submission.lane == _BATCH,
         )
+
+    def _urgency(self, request: Request) -> Urgency:
+        submission, lane = request.submission, self._needs.prompt_lane(request.submission)
+        is_batch = submission.lane == _BATCH
+        # A stream that lost its worker continues at once, because its client sees the pause. A
+        # batch output may have been parked for requests that still run, so it waits.
+        if request.token_ids and not is_batch:
+            return Urgency.CONTINUES
+        longest_s = lane_config(self._lanes, submission.lane).max_queue_s
+        if self._router.now - request.state_since > _MUST_PLACE_SHARE[lane] * longest_s:
+            return Urgency.OVERDUE
+        if request.is_late:
+            return Urgency.LATE
+        return Urgency.YIELDS if is_batch else Urgency.NORMAL

@@ -5,7 +5,9 @@ elastic_choices.py explains how the workers are chosen.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from enum import Enum
 from heapq import nsmallest
 from typing import NamedTuple
 
@@ -21,6 +23,26 @@ from baton.runtime.step_budget import StepTargets
 _NUM_FETCHING = 4
 
 
+class Urgency(Enum):
+    """How a request is weighed against the other requests of an elastic cell.
+
+    Members:
+        CONTINUES: a stream that lost its worker. It is placed like an OVERDUE request, and also
+            where prompts are queued ahead of it.
+        OVERDUE: it has waited for long. It is placed even if streams then miss their ITL target.
+        NORMAL: it is placed where it keeps the targets of all requests.
+        YIELDS: a batch request. It is placed only where it delays no request that can be in time.
+        LATE: its first token cannot be in time on any worker. It yields too, and is not placed
+            beside streams that would lend time to it.
+    """
+
+    CONTINUES = "continues"
+    OVERDUE = "overdue"
+    NORMAL = "normal"
+    YIELDS = "yields"
+    LATE = "late"
+
+
 class Demand(NamedTuple):
     """The needs of a request.
 
@@ -31,12 +53,8 @@ class Demand(NamedTuple):
         num_mean_tokens: KV tokens that similar requests have on average while they decode.
         due_in_s: Seconds until the first token is due; infinite if it has no target.
         itl_s: ITL target of interactive requests, in seconds.
+        urgency: How it is weighed against other requests.
         others_go_first_if_late: Whether the request is not placed if its first token would be late.
-        is_late: Whether its first token will be late on any worker.
-        waits_for_others: Whether it is placed only where it delays no request that can be in time.
-        must_place: Whether it is placed even if other requests then miss their ITL target.
-        continues: Whether it is a stream that lost its worker; it does not wait until the worker's
-            other prompts are computed.
         session: The session; None means no session.
         may_fetch: Whether the prefill worker may fetch the prompt's beginning from another worker.
         is_batch: Whether it is a batch request, which may be parked for interactive requests.
@@ -47,14 +65,38 @@ class Demand(NamedTuple):
     num_mean_tokens: int
     due_in_s: float
     itl_s: float
+    urgency: Urgency = Urgency.NORMAL
     others_go_first_if_late: bool = False
-    is_late: bool = False
-    waits_for_others: bool = False
-    must_place: bool = False
-    continues: bool = False
     session: SessionKey | None = None
     may_fetch: bool = True
     is_batch: bool = False
+
+    @classmethod
+    def of_prompt(cls, num_tokens: int, session: SessionKey | None) -> Demand:
+        """The needs of a prompt without targets, for a prediction of its first token.
+
+        Args:
+            num_tokens: Tokens of the prompt.
+            session: The session; None means no session.
+        """
+        return cls(
+            num_tokens,
+            num_output_tokens=0,
+            num_mean_tokens=0,
+            due_in_s=math.inf,
+            itl_s=math.inf,
+            session=session,
+        )
+
+    @property
+    def must_place(self) -> bool:
+        """Whether it is placed even if other requests then miss their ITL target."""
+        return self.urgency in (Urgency.CONTINUES, Urgency.OVERDUE)
+
+    @property
+    def yields(self) -> bool:
+        """Whether it is placed only where it delays no request that can be in time."""
+        return self.urgency in (Urgency.YIELDS, Urgency.LATE)
 
 
 class Candidate(NamedTuple):
@@ -81,7 +123,7 @@ class Candidate(NamedTuple):
     @property
     def soonest(self) -> PrefillChoice:
         """The choice with which the first token comes sooner."""
-        if self.fetch is None or self.prefill.predicted_s <= self.fetch.predicted_s:
+        if self.fetch is None or self.prefill.ttft_s <= self.fetch.ttft_s:
             return self.prefill
         return self.fetch
 
@@ -133,7 +175,7 @@ class ElasticCandidates:
         # Only the workers that would compute the whole prompt soonest are compared with a fetch,
         # because they are likely to compute the rest soonest.
         soonest = nsmallest(
-            _NUM_FETCHING, range(len(found)), key=lambda at: candidates[at].prefill.predicted_s
+            _NUM_FETCHING, range(len(found)), key=lambda at: candidates[at].prefill.ttft_s
         )
         for at in soonest:
             candidate = candidates[at]
@@ -175,7 +217,7 @@ class ElasticCandidates:
         choice = self._fetches.choice(own, fetch, load.prompt_work_s(num_new, self._router.now))
         # The prompt is fetched while the worker computes the prompts ahead of it.
         wait_s = max(ahead_s(self._router, load, num_new, demand), fetch.fetch_s)
-        return choice._replace(predicted_s=wait_s + choice.work_s)
+        return choice._replace(ttft_s=wait_s + choice.work_s)
 
 
 def ahead_s(router: Router, load: WorkerLoad, num_tokens: int, demand: Demand) -> float:

@@ -35,11 +35,15 @@ the workers with most KV room and with the shortest prefill queue.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from baton.coordinator.routing.cache_fills import CacheFills
-from baton.coordinator.routing.choices import DecodeChoice, NoPlacement, PrefillChoice
+from baton.coordinator.routing.choices import (
+    DecodeChoice,
+    NoPlacement,
+    PlacementSample,
+    PrefillChoice,
+)
 from baton.coordinator.routing.elastic_candidates import (
     Candidate,
     Demand,
@@ -48,7 +52,11 @@ from baton.coordinator.routing.elastic_candidates import (
     fastest_step_s,
     step_targets,
 )
-from baton.coordinator.routing.elastic_decode_choices import ElasticDecodeChoices, decode_choice
+from baton.coordinator.routing.elastic_decode_choices import (
+    ElasticDecodeChoices,
+    decode_choice,
+    placement_sample,
+)
 from baton.coordinator.routing.elastic_prefill_choices import AHEAD_S, ElasticPrefillChoices
 from baton.coordinator.routing.prefix_match import PrefixMatch
 from baton.coordinator.routing.prompt_demand import PromptDemand
@@ -72,10 +80,12 @@ class ElasticPlacement(NamedTuple):
     Attributes:
         prefill: where the prompt is computed.
         decode: where the output is decoded; None: the request ends with its first token.
+        sample: state of the cell, for `ElasticChoices.begins`; None: there is nothing to learn.
     """
 
     prefill: PrefillChoice
     decode: DecodeChoice | None
+    sample: PlacementSample | None = None
 
 
 class ElasticChoices:
@@ -95,14 +105,14 @@ class ElasticChoices:
         prompts: PromptDemand,
         cache_fills: CacheFills,
     ) -> None:
-        self._router, self._candidates, self._prompts = router, candidates, prompts
+        self._router, self._candidates = router, candidates
         self._prefill_choices = ElasticPrefillChoices(router, cache_fills)
         self._decode_choices = ElasticDecodeChoices(router, prompts)
 
     def place(self, match: PrefixMatch, demand: Demand) -> ElasticPlacement | NoPlacement:
         """Returns the workers for a request, or why it waits."""
         candidates = self._candidates.of(match, demand)
-        if self._is_late(candidates, demand):
+        if _is_late(candidates, demand):
             return NoPlacement.LATE
         prefill = self._prefill_choices.choose(candidates, demand)
         if isinstance(prefill, NoPlacement):
@@ -112,12 +122,17 @@ class ElasticChoices:
         decode = self._decode_choices.choose(candidates, demand, prefill)
         if decode is None:
             return NoPlacement.FULL
+        sample = placement_sample(candidates, demand, prefill, self._router.now)
         shares = step_targets(self._router).shares_workers(fastest_step_s(candidates))
-        if shares and prefill.worker != decode.worker and not demand.waits_for_others:
+        if shares and prefill.worker != decode.worker and not demand.yields:
             prefill = self._prefill_at_decode(candidates, prefill, decode, demand)
         return ElasticPlacement(
-            prefill, self._decode_at_prefill(candidates, prefill, decode, demand)
+            prefill, self._decode_at_prefill(candidates, prefill, decode, demand), sample
         )
+
+    def begins(self, sample: PlacementSample) -> None:
+        """Learns from the placement of a request that begins."""
+        self._decode_choices.begins(sample)
 
     def place_on_one(self, match: PrefixMatch, demand: Demand) -> ElasticPlacement | NoPlacement:
         """Returns one worker for both parts of a request without a handoff, or why it waits.
@@ -132,8 +147,8 @@ class ElasticChoices:
             load = one.load
             # Only interactive requests let batch outputs be parked (core/dispatch.py).
             if demand.is_batch:
-                return load.mean_itl_s(1, added)
-            return load.mean_itl_after_parking_s(1, added)
+                return load.mean_step_s(1, added)
+            return load.mean_step_after_parking_s(1, added)
 
         candidates = self._candidates.of(match, demand)
         num_tokens, added = demand.num_tokens + demand.num_output_tokens, demand.num_mean_tokens
@@ -142,11 +157,11 @@ class ElasticChoices:
         found = [
             one
             for one in with_room
-            if not one.load.num_decodes or one.load.mean_itl_s(1, added) <= longest_s
+            if not one.load.num_decodes or one.load.mean_step_s(1, added) <= longest_s
         ]
         if with_room and not found:
             found = [min(with_room, key=step_s)]
-        if self._is_late(found, demand):
+        if _is_late(found, demand):
             return NoPlacement.LATE
         prefill = self._prefill_choices.choose(found, demand)
         if isinstance(prefill, NoPlacement):
@@ -160,22 +175,12 @@ class ElasticChoices:
 
         Unlike `place`, this method has no limit of the prompts that are queued on the worker.
         """
-        candidates = self._candidates.of(
-            match, Demand(num_tokens, 0, 0, math.inf, math.inf, session=session)
-        )
+        candidates = self._candidates.of(match, Demand.of_prompt(num_tokens, session))
         return min(
             (candidate.soonest for candidate in candidates),
-            key=lambda choice: choice.predicted_s,
+            key=lambda choice: choice.ttft_s,
             default=None,
         )
-
-    def _is_late(self, candidates: list[Candidate], demand: Demand) -> bool:
-        """Whether others go before the request because no candidate would be in time."""
-        soonest_s = min((candidate.soonest.predicted_s for candidate in candidates), default=0.0)
-        is_late = demand.others_go_first_if_late and demand.due_in_s < soonest_s
-        if is_late:
-            self._prompts.was_late(self._router.now)
-        return is_late
 
     def _prefill_at_decode(
         self,
@@ -193,7 +198,7 @@ class ElasticChoices:
         if (
             not self._router.takes_prompts(candidate.load)
             or ahead_s(self._router, candidate.load, here.num_work_tokens, demand) >= AHEAD_S
-            or here.predicted_s > demand.due_in_s
+            or here.ttft_s > demand.due_in_s
         ):
             return prefill
         return here
@@ -217,18 +222,24 @@ class ElasticChoices:
         has_few = demand.num_output_tokens <= (_FEW_TOKENS_TIGHT if is_tight else _FEW_TOKENS)
         if has_few and not load.num_prefills:
             longest_s = demand.itl_s
-        elif is_tight and not load.num_decodes and not demand.waits_for_others:
+        elif is_tight and not load.num_decodes and not demand.yields:
             others = (other.load for other in candidates if other is not candidate)
             if sum(not (other.num_decodes or other.num_prefills) for other in others) < _NUM_IDLE:
                 return decode
             # Workers with other hardware may decode more slowly.
-            longest_s = decode.predicted_s
+            longest_s = decode.step_s
         else:
             return decode
         if not self._router.has_room(load, demand.num_tokens + demand.num_output_tokens):
             return decode
         here = decode_choice(candidate, demand)
-        return here if here.predicted_s <= longest_s else decode
+        return here if here.step_s <= longest_s else decode
+
+
+def _is_late(candidates: list[Candidate], demand: Demand) -> bool:
+    """Whether others go before the request because no candidate would be in time."""
+    soonest_s = min((candidate.soonest.ttft_s for candidate in candidates), default=0.0)
+    return demand.others_go_first_if_late and demand.due_in_s < soonest_s
 
 
 def _of(candidates: list[Candidate], worker: WorkerKey) -> Candidate:

@@ -6,8 +6,10 @@ elastic_choices.py explains the rule.
 from __future__ import annotations
 
 import math
+from enum import IntEnum
+from typing import NamedTuple
 
-from baton.coordinator.routing.choices import DecodeChoice, PrefillChoice
+from baton.coordinator.routing.choices import DecodeChoice, PlacementSample, PrefillChoice
 from baton.coordinator.routing.elastic_candidates import (
     Candidate,
     Demand,
@@ -18,6 +20,8 @@ from baton.coordinator.routing.prompt_demand import PromptDemand
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.waiting_outputs import WaitingOutputs
 from baton.coordinator.routing.worker_load import WorkerLoad
+from baton.coordinator.state.requests import WorkerKey
+from baton.runtime.step_budget import reachable_itl_s
 
 # Share of the ITL target that a decode step may take with one more decode: when prompts find free
 # workers, and when they do not. Below capacity, a margin keeps streams fast; at capacity, it would
@@ -37,9 +41,70 @@ _PRESSURE_WEIGHT, _PRESSURE_GAIN = 0.03, 6.0
 _NUM_SPARE, _SPARE_PRESSURE = 3, 0.1
 # A worker is fast if it computes prompts at more than this share of its full speed.
 _FAST_SPEED = 1 / 3
-# If no worker keeps the ITL target even with one decode, the target is this many times the fastest
-# worker's step with one decode.
-_UNREACHABLE = 2.0
+# A decode costs the prompts of a worker too much if it costs them this many times as much as on the
+# best worker. Workers of one kind have equal costs.
+_TOO_COSTLY = 1.25
+# Prompt tokens for which the cost of decodes is compared.
+_TYPICAL_TOKENS = 1024
+
+
+class _Kind(IntEnum):
+    """Kinds of workers that may decode an output, the best first.
+
+    Members:
+        NEEDED: a worker that is needed for the present decodes; the one with the shortest steps.
+        UNNEEDED: another worker with decodes; the one with the longest steps, so that the others
+            finish their decodes.
+        EMPTY: a worker without decodes; the one with the shortest prefill queue, and among equal
+            ones the prefill worker, which needs no handoff.
+        COSTLY: a worker of another kind, on which a decode costs the prompts much more time than on
+            the best kind; the one with the shortest steps.
+        SLOW: a worker whose steps become longer than `_Limits.join_s`; the one with the shortest
+            steps. If the decodes are spread over all workers, each worker with decodes is SLOW.
+        TO_PARK: a worker whose batch outputs must be parked, which core/dispatch.py then does; the
+            one with the shortest steps.
+        NONE: the worker cannot decode the output.
+    """
+
+    NEEDED = 0
+    UNNEEDED = 1
+    EMPTY = 2
+    COSTLY = 3
+    SLOW = 4
+    TO_PARK = 5
+    NONE = 6
+
+
+class _Rank(NamedTuple):
+    """How a worker compares with others; the smallest rank is the best.
+
+    Attributes:
+        kind: the kind of the worker.
+        cost_s: seconds that decide within the kind.
+        needs_handoff: whether an EMPTY worker gets the KV cache from another worker.
+    """
+
+    kind: _Kind
+    cost_s: float = math.inf
+    needs_handoff: bool = False
+
+
+_WORST = _Rank(_Kind.NONE)
+
+
+class _Limits(NamedTuple):
+    """Longest decode steps with one more decode, in seconds.
+
+    Attributes:
+        join_s: limit up to which decodes are packed on few workers; None: they are spread over all
+            workers.
+        longest_s: limit up to which the request is placed, unless it must be placed.
+        after_parking_s: limit for the decodes that remain after batch outputs were parked.
+    """
+
+    join_s: float | None
+    longest_s: float
+    after_parking_s: float
 
 
 class ElasticDecodeChoices:
@@ -65,60 +130,46 @@ class ElasticDecodeChoices:
             demand: needs of the request.
             prefill: the worker that was chosen to compute the prompt.
         """
-        added, fastest_s = demand.num_mean_tokens, fastest_step_s(candidates)
-        self._observe(candidates)
-        share = self._waiting.counted_share
-        itl_s = reachable_itl_s(demand.itl_s, fastest_s)
-        longest_s = self.longest_step_s(demand, fastest_s)
-        # With a limit of 0, every worker counts as needed, so the decodes are spread over all.
-        shares = step_targets(self._router).shares_workers(fastest_s)
-        limit_s = 0.0 if shares else itl_s * self._join_share(candidates, added)
+        fastest_s, share = fastest_step_s(candidates), self._waiting.counted_share
         with_decodes = sorted(
             (candidate for candidate in candidates if candidate.load.num_decodes),
-            key=lambda one: -one.load.mean_itl_s(counted_share=share),
+            key=lambda one: -one.load.mean_step_s(counted_share=share),
         )
         others = [candidate for candidate in candidates if not candidate.load.num_decodes]
-        # Seconds of a step that the decodes need beyond the base of each worker that holds some.
-        left_s = sum(
-            one.load.mean_itl_s(counted_share=share) - one.load.single_step_s
-            for one in with_decodes
-        )
-        if with_decodes:
-            fullest = with_decodes[0].load
-            left_s += fullest.mean_itl_s(1, added) - fullest.mean_itl_s()
+        limits = self._limits(candidates, demand, fastest_s)
+        costly = _costly_workers(candidates)
+        efficient = [one for one in with_decodes if one.load.key not in costly]
+        needed = _needed_workers(efficient, demand, share, limits)
         best: Candidate | None = None
-        # The kind of choice comes first in the cost. Kinds, the best first:
-        # 0: a worker that is needed for the present decodes; the one with the shortest steps;
-        # 1: another worker with decodes; the one with the longest steps;
-        # 2: a worker without decodes; the one with the shortest prefill queue, and among equal ones
-        #    the prefill worker, which needs no handoff;
-        # 3: a worker whose steps become longer than limit_s; the one with the shortest steps;
-        # 4: a worker whose batch outputs must be parked; core/dispatch.py then parks them.
-        best_cost = math.inf, math.inf, False
+        best_rank = _WORST
         for candidate in (*with_decodes, *others):
             load = candidate.load
-            step_s = load.mean_itl_s(1, added, share)
-            is_needed = left_s > 0
-            if load.num_decodes:
-                left_s -= limit_s - load.single_step_s
             if not self._router.has_room(load, demand.num_tokens + demand.num_output_tokens):
                 continue
-            if not load.num_decodes:
-                cost = 2.0, load.queued_s(self._router.now), load.key != prefill.worker
-            elif step_s <= limit_s:
-                cost = (0.0, step_s, False) if is_needed else (1.0, -step_s, False)
-            elif step_s <= longest_s or demand.must_place:
-                cost = 3.0, step_s, False
-            elif not demand.is_batch and load.mean_itl_after_parking_s(1, added) <= itl_s:
-                cost = 4.0, step_s, False
+            if load.key in costly:
+                rank = _rank_costly(load, demand, share, limits)
+            elif not load.num_decodes and load.single_step_s <= limits.after_parking_s:
+                is_other = load.key != prefill.worker
+                rank = _Rank(_Kind.EMPTY, load.queued_s(self._router.now), is_other)
             else:
-                continue
-            if cost < best_cost:
-                best, best_cost = candidate, cost
-        if best is None:
-            return None
-        self._count_waiting(candidates, demand, prefill, fastest_s)
-        return decode_choice(best, demand)
+                rank = _rank(load, demand, share, limits, is_needed=load.key in needed)
+            if rank < best_rank:
+                best, best_rank = candidate, rank
+        return None if best is None else decode_choice(best, demand)
+
+    def begins(self, sample: PlacementSample) -> None:
+        """Learns from the placement of a request that begins."""
+        self._pressure += (sample.is_busy - self._pressure) * _PRESSURE_WEIGHT
+        self._waiting.add(sample)
+
+    def _limits(self, candidates: list[Candidate], demand: Demand, fastest_s: float) -> _Limits:
+        """Returns the limits of a step for a request; see `longest_step_s` for the arguments."""
+        itl_s = reachable_itl_s(demand.itl_s, fastest_s)
+        is_spread = step_targets(self._router).shares_workers(fastest_s)
+        join_s = None
+        if not is_spread:
+            join_s = itl_s * self._join_share(candidates, demand.num_mean_tokens)
+        return _Limits(join_s, self.longest_step_s(demand, fastest_s), itl_s)
 
     def longest_step_s(self, demand: Demand, fastest_s: float) -> float:
         """Longest decode step for which a request is placed, unless it must be placed.
@@ -133,38 +184,6 @@ class ElasticDecodeChoices:
         # Beside interactive outputs, batch outputs join only with a margin. Otherwise they would be
         # parked and placed again all the time.
         return itl_s * _JOIN_SHARE if self._router.num_interactive else math.inf
-
-    def _observe(self, candidates: list[Candidate]) -> None:
-        """Updates the pressure."""
-        now, loads = self._router.now, (candidate.load for candidate in candidates)
-        # Prompts of less than a step share the next step with the new prompt.
-        busy = all(
-            load.queued_s(now) > load.single_step_s
-            for load in loads
-            if load.prompt_speed > _FAST_SPEED
-        )
-        self._pressure += (busy - self._pressure) * _PRESSURE_WEIGHT
-
-    def _count_waiting(
-        self,
-        candidates: list[Candidate],
-        demand: Demand,
-        prefill: PrefillChoice,
-        fastest_s: float,
-    ) -> None:
-        """Records a placement for the estimate of waiting outputs; arguments as in `choose`."""
-        loads = [candidate.load for candidate in candidates]
-        model = loads[0].traits.latency.model
-        # On average, half of an output is there while it decodes.
-        num_output_tokens = 2 * max(1, demand.num_mean_tokens - demand.num_tokens)
-        step_s = max(fastest_s, min(demand.itl_s, 2 * fastest_s))
-        due_in_s = demand.due_in_s
-        self._waiting.observe(
-            loads,
-            prompt_s=model.chunk_s(0, prefill.num_work_tokens),
-            output_s=num_output_tokens * step_s,
-            due_share=prefill.predicted_s / due_in_s if due_in_s > 0 else 1.0,
-        )
 
     def _join_share(self, candidates: list[Candidate], num_tokens: int) -> float:
         """Share of the ITL target that a step may take after a decode of `num_tokens` joins."""
@@ -185,7 +204,7 @@ class ElasticDecodeChoices:
         loads = self._router.loads
         num_workers = (loads.open_prefill | loads.open_decode).bit_count()
         needed = self._prompts.needed_speed(num_workers, self._router.now)
-        emptiest = min((candidate.load for candidate in candidates), key=WorkerLoad.mean_itl_s)
+        emptiest = min((candidate.load for candidate in candidates), key=WorkerLoad.mean_step_s)
         if emptiest.prompt_speed < needed:
             return False
         # The first decode of a worker lowers its speed of prompts; further decodes hardly do.
@@ -195,24 +214,120 @@ class ElasticDecodeChoices:
         )
 
 
+def _needed_workers(
+    with_decodes: list[Candidate], demand: Demand, counted_share: float, limits: _Limits
+) -> set[WorkerKey]:
+    """Finds the workers that the present decodes need together with one more decode.
+
+    Args:
+        with_decodes: the candidates with decodes, those with the longest steps first.
+        demand: needs of the request that joins.
+        counted_share: share of the assigned decodes that count.
+        limits: longest decode steps.
+    """
+    needed = set[WorkerKey]()
+    if limits.join_s is None or not with_decodes:
+        return needed
+    # Seconds of a step that the decodes need beyond the base of each worker that holds some.
+    left_s = sum(
+        one.load.mean_step_s(counted_share=counted_share) - one.load.single_step_s
+        for one in with_decodes
+    )
+    fullest = with_decodes[0].load
+    left_s += fullest.mean_step_s(1, demand.num_mean_tokens) - fullest.mean_step_s()
+    for one in with_decodes:
+        if left_s > 0:
+            needed.add(one.load.key)
+        left_s -= limits.join_s - one.load.single_step_s
+    return needed
+
+
+def _costly_workers(candidates: list[Candidate]) -> set[WorkerKey]:
+    """Finds the workers of kinds that should rather compute prompts.
+
+    The cost of a decode is the prompt tokens that the worker could compute during a decode step
+    with one stream. With fast GPUs for prompts and GPUs with much bandwidth for outputs, it is
+    larger on the first, so they decode only if the others are full.
+    """
+    costs = [(one.load.key, _tokens_per_step(one.load)) for one in candidates]
+    limit = _TOO_COSTLY * min(cost for _, cost in costs)
+    return {key for key, cost in costs if cost > limit}
+
+
+def _tokens_per_step(load: WorkerLoad) -> float:
+    """Prompt tokens that an idle worker computes in the time of a decode step with one stream."""
+    prompt_s = load.traits.latency.model.chunk_s(0, _TYPICAL_TOKENS)
+    return _TYPICAL_TOKENS * load.single_step_s / prompt_s if prompt_s else 0.0
+
+
+def _rank_costly(load: WorkerLoad, demand: Demand, counted_share: float, limits: _Limits) -> _Rank:
+    """Ranks a worker of `_costly_workers` with room for the request; arguments as in `_rank`."""
+    step_s = load.mean_step_s(1, demand.num_mean_tokens, counted_share)
+    if limits.join_s is not None and step_s <= limits.join_s:
+        return _Rank(_Kind.COSTLY, step_s)
+    return _rank(load, demand, counted_share, limits, is_needed=False)
+
+
+def _rank(
+    load: WorkerLoad, demand: Demand, counted_share: float, limits: _Limits, *, is_needed: bool
+) -> _Rank:
+    """Ranks a worker with decodes and with room for the request.
+
+    Args:
+        load: load of the worker.
+        demand: needs of the request.
+        counted_share: share of the assigned decodes that count.
+        limits: longest decode steps.
+        is_needed: whether the present decodes need the worker.
+    """
+    added = demand.num_mean_tokens
+    step_s = load.mean_step_s(1, added, counted_share)
+    if limits.join_s is not None and step_s <= limits.join_s:
+        return _Rank(_Kind.NEEDED, step_s) if is_needed else _Rank(_Kind.UNNEEDED, -step_s)
+    if step_s <= limits.longest_s or demand.must_place:
+        return _Rank(_Kind.SLOW, step_s)
+    if demand.is_batch or load.mean_step_after_parking_s(1, added) > limits.after_parking_s:
+        return _WORST
+    return _Rank(_Kind.TO_PARK, step_s)
+
+
 def decode_choice(candidate: Candidate, demand: Demand) -> DecodeChoice:
     """Predicts a candidate as the decode worker of a request."""
     load = candidate.load
     return DecodeChoice(
         load.key,
-        predicted_s=load.mean_itl_s(1, demand.num_mean_tokens),
+        step_s=load.mean_step_s(1, demand.num_mean_tokens),
         num_kv_tokens=load.in_blocks(demand.num_tokens + demand.num_output_tokens),
         num_tokens=demand.num_tokens,
         hits=load.traits.hits(candidate.held, demand.num_tokens),
     )
 
 
-def reachable_itl_s(itl_s: float, fastest_s: float) -> float:
-    """Returns the longest step that requests are placed for, in seconds.
+def placement_sample(
+    candidates: list[Candidate], demand: Demand, prefill: PrefillChoice, now: float
+) -> PlacementSample:
+    """Describes the cell for `ElasticDecodeChoices.begins`.
 
     Args:
-        itl_s: ITL target.
-        fastest_s: The fastest worker's step with one decode. If it takes longer than the target, no
-            worker can keep the target, and requests must not wait for it.
+        candidates: the workers that were compared.
+        demand: needs of the request.
+        prefill: the worker that was chosen to compute the prompt.
+        now: time by the core's clock.
     """
-    return itl_s if fastest_s <= itl_s else _UNREACHABLE * fastest_s
+    loads = [candidate.load for candidate in candidates]
+    fastest_s, model = fastest_step_s(candidates), loads[0].traits.latency.model
+    # On average, half of an output is there while it decodes.
+    num_output_tokens = 2 * max(1, demand.num_mean_tokens - demand.num_tokens)
+    step_s = max(fastest_s, min(demand.itl_s, 2 * fastest_s))
+    return PlacementSample(
+        # Prompts of less than a step share the next step with the new prompt.
+        is_busy=all(
+            load.queued_s(now) > load.single_step_s
+            for load in loads
+            if load.prompt_speed > _FAST_SPEED
+        ),
+        num_assigned=sum(load.num_decodes for load in loads),
+        num_decoding=sum(load.decodes.num_arrived for load in loads),
+        prompt_share=model.chunk_s(0, prefill.num_work_tokens) / (num_output_tokens * step_s),
+        due_share=prefill.ttft_s / demand.due_in_s if demand.due_in_s > 0 else 1.0,
+    )

@@ -11,7 +11,13 @@ from typing import NamedTuple
 
 from baton.coordinator.routing.cache_fills import CacheFills
 from baton.coordinator.routing.choices import NoPlacement, PrefillChoice
-from baton.coordinator.routing.elastic_candidates import Candidate, Demand, ahead_s, step_targets
+from baton.coordinator.routing.elastic_candidates import (
+    Candidate,
+    Demand,
+    Urgency,
+    ahead_s,
+    step_targets,
+)
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerLoad
 
@@ -86,7 +92,7 @@ class ElasticPrefillChoices:
 
     def _has_short_queue(self, load: WorkerLoad, choice: PrefillChoice, demand: Demand) -> bool:
         """Whether a prompt need not wait for the worker's queue in its lane."""
-        return demand.continues or (
+        return demand.urgency is Urgency.CONTINUES or (
             ahead_s(self._router, load, choice.num_work_tokens, demand) < AHEAD_S
         )
 
@@ -108,17 +114,17 @@ class ElasticPrefillChoices:
         """Whether a worker takes the prompt; a late or batch prompt must delay no one in time."""
         if not self._router.takes_prompts(load):
             return False
-        if not demand.waits_for_others:
+        if not demand.yields:
             return True
         if load.num_prefills or load.prompt_speed < _LATE_SPEED:
             return False
         # A late prompt must not borrow time from streams, because prompts in time need that time.
-        borrows = demand.is_late and step_targets(self._router).may_borrow
+        borrows = demand.urgency is Urgency.LATE and step_targets(self._router).may_borrow
         return not (borrows and load.num_decodes)
 
     def _cost_s(self, load: WorkerLoad, choice: PrefillChoice, demand: Demand) -> float:
-        cost_s = choice.predicted_s + self._harm_s(load, choice, demand)
-        return cost_s + _TOO_LATE_S if choice.predicted_s > demand.due_in_s else cost_s
+        cost_s = choice.ttft_s + self._harm_s(load, choice, demand)
+        return cost_s + _TOO_LATE_S if choice.ttft_s > demand.due_in_s else cost_s
 
     def _harm_s(self, load: WorkerLoad, choice: PrefillChoice, demand: Demand) -> float:
         """Seconds that are added to a prompt's predicted first token to compare workers.
@@ -135,7 +141,7 @@ class ElasticPrefillChoices:
         alone_s = work_s * load.prompt_speed
         steps_s = 0.0
         if load.num_decodes:
-            step_s = load.mean_itl_s()
+            step_s = load.mean_step_s()
             steps_s = step_s / 2 + max(0.0, step_s + alone_s - work_s) + step_s
         return _WORK_WEIGHT * alone_s + num_behind * work_s + steps_s
 
@@ -148,7 +154,7 @@ def _most_tokens_beside_late(candidates: list[Candidate], demand: Demand) -> flo
     computes other prompts first. A prompt whose prefix only this worker holds is an exception,
     because computing the whole prompt elsewhere would delay more prompts.
     """
-    if not demand.must_place or demand.continues or not candidates:
+    if demand.urgency is not Urgency.OVERDUE or not candidates:
         return math.inf
     works = sorted(candidate.prefill.num_work_tokens for candidate in candidates)
     return _SMALL_SHARE * works[len(works) // 2]

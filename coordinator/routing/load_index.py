@@ -195,7 +195,7 @@ class LoadIndex:
             self.by_parkable.remove(worker)
         if self.decodes(pool) and entry.num_decodes < self.most_decodes(entry):
             self.open_decode |= entry.bit
-            itl_s = entry.itl_with_s(0, 0)
+            itl_s = entry.reserved_step_s()
             self.by_itl.set(worker, itl_s)
             if entry.decodes.num_interactive:
                 self.by_itl_apart.remove(worker)

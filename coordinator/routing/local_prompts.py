@@ -75,7 +75,7 @@ class LocalPrompts:
             lane: lane of the request.
         """
         entry = self._router.loads.entries[choice.worker]
-        return choice.predicted_s <= there_s * _LOCAL_SHARE and self._tolerates(
+        return choice.ttft_s <= there_s * _LOCAL_SHARE and self._tolerates(
             entry, _longest_step_s(entry, choice), lane
         )
 
@@ -100,7 +100,7 @@ class LocalPrompts:
 
 def _outputs_step_s(entry: WorkerLoad) -> float:
     """Predicted seconds of a decode step with the worker's present requests."""
-    return entry.itl_with_s(0, 0) if entry.num_decodes else 0.0
+    return entry.reserved_step_s() if entry.num_decodes else 0.0
 
 
 def _longest_step_s(entry: WorkerLoad, choice: PrefillChoice) -> float:

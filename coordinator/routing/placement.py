@@ -159,6 +159,10 @@ class Placer:
         """
         return self._without_avoided(request, self._rule.place)
 
+    def becomes_late(self, request: Request) -> None:
+        """Records that `place` found a request late; the caller lets others go first."""
+        self._rule.becomes_late(request)
+
     def by_handoff(self, request: Request, source: Worker, within_s: float) -> Placement | None:
         """Plans a handoff of a running request from its decode worker to another decode worker.
 
@@ -184,7 +188,7 @@ class Placer:
             num_tokens,
             computes_all=request.submission.computes_whole_prompt,
         )
-        if prefill.predicted_s >= within_s:
+        if prefill.ttft_s >= within_s:
             return None
         return self._handoffs.plan(request, prefill, decode)
 
@@ -256,9 +260,7 @@ class Placer:
         submission = request.submission
         num_tokens = request.num_tokens + self._needs.more_output_tokens(request)
         # The router did not choose this worker, so only the KV tokens of the choice matter.
-        choice = DecodeChoice(
-            worker, predicted_s=0.0, num_kv_tokens=num_tokens, num_tokens=num_tokens
-        )
+        choice = DecodeChoice(worker, step_s=0.0, num_kv_tokens=num_tokens, num_tokens=num_tokens)
         is_interactive = submission.lane != _BATCH
         self.router.assign_decode(
             request.key,

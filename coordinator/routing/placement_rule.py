@@ -18,10 +18,16 @@ class PlacementRule(Protocol):
     """
 
     def place(self, request: Request) -> Placement | NoPlacement:
-        """Returns the workers for a request whose turn it is, or why it waits."""
+        """Returns the workers for a request whose turn it is, or why it waits.
+
+        A question changes no later answer: the rule learns only from `begins` and `becomes_late`.
+        """
 
     def begins(self, request: Request, placement: Placement) -> None:
         """Records that a request was placed; the load of its workers does not contain it yet."""
+
+    def becomes_late(self, request: Request) -> None:
+        """Records that `place` found a request late; the caller lets others go first."""
 
     def room_at(self, request: Request) -> float:
         """Predicts when a worker has room for the prompt of a request that cannot be placed now.

@@ -41,13 +41,13 @@ class _Target(NamedTuple):
 
     Attributes:
         entry: load of the worker.
-        itl_s: predicted seconds per step with the request.
+        step_s: predicted seconds per decode step with the request.
         num_kv_tokens: KV tokens that the request needs.
         hits: tokens of the request that the worker holds.
     """
 
     entry: WorkerLoad
-    itl_s: float
+    step_s: float
     num_kv_tokens: int
     hits: PromptHits
 
@@ -113,9 +113,7 @@ class PoolChoices:
                 wait_s = max(queued_s, fetch.fetch_s)
                 if wait_s + work_s * factor < least:
                     least = wait_s + work_s * factor
-                    best = self._fetches.choice(own, fetch, work_s)._replace(
-                        predicted_s=wait_s + work_s
-                    )
+                    best = self._fetches.choice(own, fetch, work_s)._replace(ttft_s=wait_s + work_s)
         return best
 
     def takes_prompt(
@@ -180,10 +178,10 @@ class PoolChoices:
             found = self._target(entry, held, num_tokens, num_output_tokens)
             if found is None:
                 continue
-            is_slow = found.itl_s > max_itl_s and entry.num_decodes > 0
+            is_slow = found.step_s > max_itl_s and entry.num_decodes > 0
             if is_batch and is_slow and not entry.decodes.batch_may_join:
                 continue
-            cost = found.itl_s * num_output_tokens + self._begin_s(source, found, num_tokens)
+            cost = found.step_s * num_output_tokens + self._begin_s(source, found, num_tokens)
             if (is_slow and not is_batch, cost) < least:
                 least, best = (is_slow and not is_batch, cost), found
         if best is None:
@@ -194,7 +192,7 @@ class PoolChoices:
             found = self._target(latest, held, num_tokens, num_output_tokens)
             if found is not None and self._joins(found, best, source, max_itl_s):
                 best = found
-        return DecodeChoice(best.entry.key, best.itl_s, best.num_kv_tokens, num_tokens, best.hits)
+        return DecodeChoice(best.entry.key, best.step_s, best.num_kv_tokens, num_tokens, best.hits)
 
     def _decode_candidates(
         self,
@@ -240,7 +238,7 @@ class PoolChoices:
         if needed > entry.free_tokens and entry.num_decodes:
             return None
         hits = entry.traits.hits(held, num_tokens)
-        return _Target(entry, entry.itl_with_s(1, needed), needed, hits)
+        return _Target(entry, entry.reserved_step_s(1, needed), needed, hits)
 
     def _joins(
         self, latest: _Target, best: _Target, source: WorkerLoad | None, max_itl_s: float
@@ -253,9 +251,9 @@ class PoolChoices:
         makes the handoff cross hosts.
         """
         entry, other = latest.entry, best.entry
-        if entry.num_decodes == entry.decodes.num_interactive or latest.itl_s > max_itl_s:
+        if entry.num_decodes == entry.decodes.num_interactive or latest.step_s > max_itl_s:
             return False
-        if entry.decodes.num_interactive and latest.itl_s > _JOIN_ITL * best.itl_s:
+        if entry.decodes.num_interactive and latest.step_s > _JOIN_ITL * best.step_s:
             return False
         is_near = source is not None and source.traits.is_near(other.traits)
         return latest.hits.num_device >= best.hits.num_device and (
@@ -288,6 +286,9 @@ class PoolChoices:
             to: worker that continues the request.
             num_tokens: tokens of the prompt and of the output generated so far.
             computes_all: whether the worker recomputes all tokens.
+
+        Returns:
+            A choice whose `ttft_s` ends when the other worker can continue.
         """
         entry = self._router.loads.entries[worker]
         traits = entry.traits
@@ -298,7 +299,7 @@ class PoolChoices:
         sent_s = self._router.transfers.handoff_s(
             (worker, to), num_bytes, near=self._router.near(worker, to)
         )
-        step_s = entry.itl_with_s(0, 0) if entry.num_decodes else 0.0
-        predicted_s = entry.queued_s(self._router.now) + step_s + work_s + sent_s
+        step_s = entry.reserved_step_s() if entry.num_decodes else 0.0
+        ttft_s = entry.queued_s(self._router.now) + step_s + work_s + sent_s
         hits = PromptHits(num_device=cached)
-        return PrefillChoice(entry.key, predicted_s, work_s, num_tokens - cached, hits)
+        return PrefillChoice(entry.key, ttft_s, work_s, num_tokens - cached, hits)

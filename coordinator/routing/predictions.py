@@ -99,19 +99,19 @@ class Predictions:
         if choice is None:
             return None
         num_workers = self._router.loads.prompt_speed
-        wait_s = choice.predicted_s - choice.work_s
+        wait_s = choice.ttft_s - choice.work_s
         entry, worker = self._router.loads.get(choice.worker), self._workers.get(choice.worker)
         if (
             self._needs.prompt_lane(submission) != common_pb2.LANE_BATCH
             and entry is not None
             and self._batch_prompts.may_be_parked(entry, worker)
         ):
-            wait_s = min(wait_s, entry.step_s)
+            wait_s = min(wait_s, entry.chunk_step_s)
         speed = 1.0 if entry is None else entry.prompt_speed
         wait_s += in_lane_s(choice.work_s * speed, num_workers)
         # A queued prompt waits for whole steps, so it may wait for one step more than predicted.
         # Adding half a step (the mean) made a full cell admit 1.5 % of requests that came too late.
-        wait_s += min(wait_s, entry.step_s) if entry is not None else 0.0
+        wait_s += min(wait_s, entry.chunk_step_s) if entry is not None else 0.0
         return Prediction(wait_s, choice.work_s)
 
     def alone_s(self, submission: Submission, hashes: array[int]) -> float:
@@ -138,7 +138,7 @@ class Predictions:
         entry = self._router.loads.get(request.decode) if request.decode is not None else None
         if entry is None:
             return 0.0
-        return self._needs.more_output_tokens(request) * entry.itl_with_s(0, 0)
+        return self._needs.more_output_tokens(request) * entry.reserved_step_s()
 
     def move_s(self, request: Request, waiting_s: float) -> float:
         """Predicted seconds until a decoding request continues if it left its worker now.
@@ -157,7 +157,7 @@ class Predictions:
         if choice is None:
             return math.inf
         speed = self._router.loads.prompt_speed
-        return choice.predicted_s + (waiting_s / speed if speed else 0.0)
+        return choice.ttft_s + (waiting_s / speed if speed else 0.0)
 
     def _unmeasured_prefill_s(self, num_tokens: int) -> float:
         """Prefill seconds by the configured latency model, without any cached prefix."""

@@ -86,6 +86,9 @@ class StrictRule:
         if placement.is_local:
             self._local_prompts.begins(placement.prefill)
 
+    def becomes_late(self, request: Request) -> None:
+        """Ignored: `place` finds no request late."""
+
     def room_at(self, request: Request) -> float:
         """Predicts when the idlest prefill worker has room for a prompt; see PlacementRule."""
         idlest = self._router.loads.idlest_prefill()
@@ -107,7 +110,7 @@ class StrictRule:
         """Whether steps exceed the ITL target of a worker with several batch outputs."""
         return (
             entry.decodes.num_interactive < entry.num_decodes - 1
-            and entry.itl_with_s(0, 0) > self._itl_target_s
+            and entry.reserved_step_s() > self._itl_target_s
         )
 
     def soonest(
@@ -140,7 +143,7 @@ class StrictRule:
             return self._local_prompts.placed(decode) if decode is not None else None
         if not self._may_compute_locally:
             return None
-        there_s = prefill.predicted_s if prefill is not None else math.inf
+        there_s = prefill.ttft_s if prefill is not None else math.inf
         if not self._local_prompts.may_pay(request.num_tokens, match, there_s):
             # This cheap check rejects nearly every request, without choosing a decode worker.
             return None
@@ -150,7 +153,7 @@ class StrictRule:
             return None
         if prefill is None:
             soonest = self.soonest(match, request.num_prefill_tokens, request.submission.session)
-            there_s = soonest.predicted_s if soonest is not None else math.inf
+            there_s = soonest.ttft_s if soonest is not None else math.inf
         local = self._local_prompts.placed(decode)
         pays = self._local_prompts.pays(
             local.prefill, there_s, self._needs.prompt_lane(request.submission)

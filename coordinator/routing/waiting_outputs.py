@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from baton.coordinator.routing.worker_load import WorkerLoad
+from baton.coordinator.routing.choices import PlacementSample
 
 # Weight of the latest placement in the running means.
 _WEIGHT = 0.03
@@ -37,26 +35,14 @@ class WaitingOutputs:
         self._decoding = 1.0
         self._prompt_share = self._due_share = 0.0
 
-    def observe(
-        self, loads: Iterable[WorkerLoad], *, prompt_s: float, output_s: float, due_share: float
-    ) -> None:
-        """Records a placement.
-
-        Args:
-            loads: the workers that are compared.
-            prompt_s: seconds to compute the prompt on a worker without other work.
-            output_s: expected seconds to decode the output.
-            due_share: predicted time until the first token, as a share of the time until it is due.
-        """
+    def add(self, sample: PlacementSample) -> None:
+        """Counts the placement of a request that begins."""
         self._num_placements += 1
-        num_assigned = num_decoding = 0
-        for load in loads:
-            num_assigned += load.num_decodes
-            num_decoding += load.decodes.num_arrived
-        if num_assigned:
-            self._decoding += _WEIGHT * (num_decoding / num_assigned - self._decoding)
-        self._prompt_share += _WEIGHT * (min(1.0, prompt_s / output_s) - self._prompt_share)
-        self._due_share += _WEIGHT * (min(1.0, due_share) - self._due_share)
+        if sample.num_assigned:
+            decoding = sample.num_decoding / sample.num_assigned
+            self._decoding += _WEIGHT * (decoding - self._decoding)
+        self._prompt_share += _WEIGHT * (min(1.0, sample.prompt_share) - self._prompt_share)
+        self._due_share += _WEIGHT * (min(1.0, sample.due_share) - self._due_share)
 
     @property
     def counted_share(self) -> float:

@@ -90,7 +90,7 @@ class WorkerLoad:
         return self.traits.kv_tokens - self.decodes.reserved_tokens - self._unassigned_tokens
 
     @property
-    def step_s(self) -> float:
+    def chunk_step_s(self) -> float:
         """Predicted seconds of a step that computes a whole chunk of a prompt."""
         return self.traits.latency.prefill_s(self.traits.chunk_tokens)
 
@@ -99,20 +99,25 @@ class WorkerLoad:
         """Predicted seconds of a decode step with one short request."""
         return self.traits.latency.decode_step_s(1, 0)
 
-    def itl_with_s(self, num_requests: int, num_tokens: int) -> float:
-        """Predicted seconds per decode step after adding this many requests and KV tokens."""
+    def reserved_step_s(self, num_requests: int = 0, num_tokens: int = 0) -> float:
+        """Predicted seconds per decode step once all decodes use the KV tokens reserved for them.
+
+        Args:
+            num_requests: number of decodes to add.
+            num_tokens: KV tokens to reserve for them.
+        """
         return self.traits.latency.decode_step_s(
             len(self.decodes) + num_requests, self.decodes.reserved_tokens + num_tokens
         )
 
-    def mean_itl_s(
+    def mean_step_s(
         self, num_requests: int = 0, num_tokens: int = 0, counted_share: float = 1.0
     ) -> float:
-        """Predicted mean seconds per decode step, of a share of the assigned decodes.
+        """Predicted seconds per decode step with the KV tokens that decodes have on average.
 
         Args:
             num_requests: number of decodes to add.
-            num_tokens: their KV tokens.
+            num_tokens: KV tokens that they have on average.
             counted_share: share of the assigned decodes that count.
         """
         return self.traits.latency.decode_step_s(
@@ -120,8 +125,8 @@ class WorkerLoad:
             counted_share * self.decodes.mean_tokens + num_tokens,
         )
 
-    def mean_itl_after_parking_s(self, num_requests: int, num_tokens: int) -> float:
-        """The same as `mean_itl_s` after all decodes that may be parked have left."""
+    def mean_step_after_parking_s(self, num_requests: int, num_tokens: int) -> float:
+        """The same as `mean_step_s` after all decodes that may be parked have left."""
         num_staying, held = self.decodes.after_parking()
         return self.traits.latency.decode_step_s(num_staying + num_requests, held + num_tokens)
 
@@ -131,9 +136,9 @@ class WorkerLoad:
         It waits for half a step on average, and then for its own step.
         """
         if self.decodes:
-            return 1.5 * self.itl_with_s(0, 0)
+            return 1.5 * self.reserved_step_s()
         if self._prompts:
-            return 1.5 * min(self.queued_s(now), 2 * self._rest_of_step_s or self.step_s)
+            return 1.5 * min(self.queued_s(now), 2 * self._rest_of_step_s or self.chunk_step_s)
         return self.traits.latency.prefill_s(1)
 
     def tier_load_s(self, hits: PromptHits, now: float) -> float:
@@ -225,7 +230,7 @@ class WorkerLoad:
         self.prompt_share = prompt_share_alone(model, targets)
         limit_s = math.inf
         if self.decodes.num_interactive:
-            limit_s = targets.expected_limit_s(self.mean_itl_s(), self.single_step_s)
+            limit_s = targets.expected_limit_s(self.mean_step_s(), self.single_step_s)
         streams = Streams(len(self.decodes), self.decodes.mean_tokens, limit_s)
         speed = prompt_speed(model, targets, streams, self.prompt_share)
         if speed != self.prompt_speed:
@@ -322,7 +327,7 @@ class WorkerLoad:
             now: time by the core's clock.
         """
         num_steps = -(-num_tokens // self.traits.chunk_tokens)
-        until = now + num_steps * self.itl_with_s(0, 0) / share
+        until = now + num_steps * self.reserved_step_s() / share
         self.next_long_gap_at = max(self.next_long_gap_at, until)
 
     def has_prompt(self, request_id: str) -> bool:

@@ -11,7 +11,7 @@ from virtual_cell import VirtualCell, WorkerShape
 from worker_choices import elastic_choices
 
 from baton.coordinator.routing.choices import DecodeChoice, NoPlacement, PrefillChoice
-from baton.coordinator.routing.elastic_candidates import Demand, ElasticCandidates
+from baton.coordinator.routing.elastic_candidates import Demand, ElasticCandidates, Urgency
 from baton.coordinator.routing.prefix_fetches import PrefixFetches
 from baton.coordinator.routing.prompt_demand import PromptDemand
 from baton.coordinator.routing.router import Router
@@ -106,6 +106,8 @@ class Cell:
         assert is_placed(found)
         name = f"r{self._num_placed}"
         self._num_placed += 1
+        if found.sample is not None:
+            self.choices.begins(found.sample)
         self.router.assign_prefill(name, found.prefill, [], due_at=due_at)
         if found.decode is not None:
             self.router.assign_decode(
@@ -162,7 +164,7 @@ def test_decodes_share_few_workers_for_a_while_after_a_late_prompt():
     add_prompts(cell, 0.02, 1.0)
     for _ in range(MOST_BESIDE_PROMPTS):
         cell.start()
-    assert cell.is_late(6000, due_in_s=0.5)
+    cell.prompts.was_late(cell.router.now)
     cell.start()
     assert sorted(cell.num_decodes()) == [0, MOST_BESIDE_PROMPTS + 1]
     cell.router.now += 60
@@ -239,7 +241,7 @@ def test_a_request_waits_when_one_more_decode_would_break_the_itl_target():
     # 30 ms, and 2 ms per request.
     assert cell.num_decodes() == [10]
     # After a long wait it is placed in any case.
-    assert is_placed(cell.place(must_place=True))
+    assert is_placed(cell.place(urgency=Urgency.OVERDUE))
 
 
 def test_a_request_without_a_handoff_goes_where_its_output_keeps_the_itl_target():
@@ -253,7 +255,7 @@ def test_a_request_without_a_handoff_goes_where_its_output_keeps_the_itl_target(
     assert found.prefill.worker == found.decode.worker == key("other")
     add_decodes(cell, "other", 12)
     # No worker keeps the target: the one with the shortest steps gets the request.
-    found = cell.choices.place_on_one(match, cell.demand(len(prompt), must_place=True))
+    found = cell.choices.place_on_one(match, cell.demand(len(prompt), urgency=Urgency.OVERDUE))
     assert found.prefill.worker == found.decode.worker == key("full")
 
 
@@ -303,10 +305,10 @@ def test_a_late_request_gets_only_a_fast_worker_without_prompts():
     cell = Cell("a", "b")
     for _ in range(MOST):
         decoder = cell.start().decode.worker
-    assert cell.place(waits_for_others=True).prefill.worker != decoder
+    assert cell.place(urgency=Urgency.YIELDS).prefill.worker != decoder
     cell.start(500, computed=False)
-    assert cell.place(waits_for_others=True) is BUSY
-    assert is_placed(cell.place(must_place=True))
+    assert cell.place(urgency=Urgency.YIELDS) is BUSY
+    assert is_placed(cell.place(urgency=Urgency.OVERDUE))
 
 
 def test_overdue_prompts_are_behind_a_prompt_that_can_be_in_time():
@@ -319,7 +321,7 @@ def test_overdue_prompts_are_behind_a_prompt_that_can_be_in_time():
         cell.router.assign_prefill(name, PrefillChoice(key("a"), 0.0, 0.15, 1500), [], due_at=-1)
     found = cell.place(1600).prefill
     # Up to 100 ms of the step under way are left.
-    assert found.work_s < found.predicted_s <= found.work_s + 0.1
+    assert found.work_s < found.ttft_s <= found.work_s + 0.1
 
 
 def test_half_a_step_without_decodes_may_be_left_before_a_shorter_prompt():
@@ -329,33 +331,33 @@ def test_half_a_step_without_decodes_may_be_left_before_a_shorter_prompt():
     for prompt_step_s in (0.2, 0.1):
         cell.router.loads.set_step_targets(StepTargets(ITL_S, ITL_S, prompt_step_s))
         found = cell.place(100).prefill
-        assert found.predicted_s - found.work_s == pytest.approx(prompt_step_s / 2)
+        assert found.ttft_s - found.work_s == pytest.approx(prompt_step_s / 2)
 
 
 def test_a_worker_gets_one_late_request_at_a_time_even_after_a_long_wait():
     cell = Cell("a")
     cell.start(1500, computed=False, due_at=-1.0)
-    assert cell.place(must_place=True) is BUSY
-    assert is_placed(cell.place(must_place=True, continues=True))
+    assert cell.place(urgency=Urgency.OVERDUE) is BUSY
+    assert is_placed(cell.place(urgency=Urgency.CONTINUES))
     assert is_placed(cell.place())
 
 
 def test_an_output_whose_first_token_was_late_keeps_other_late_requests_away():
     cell = Cell("a")
     cell.start(1500, due_at=-1.0)
-    assert cell.place(must_place=True) is BUSY
+    assert cell.place(urgency=Urgency.OVERDUE) is BUSY
     assert is_placed(cell.place())
     cell.router.release("r0", None, key("a"))
-    assert is_placed(cell.place(must_place=True))
+    assert is_placed(cell.place(urgency=Urgency.OVERDUE))
 
 
 def test_late_prompts_borrow_no_time_from_streams():
     for longest_gap, is_full in ((1.2, False), (3.0, True)):
         cell = Cell("a", longest_gap=longest_gap)
         cell.start(100)
-        placed = cell.place(is_late=True, waits_for_others=True)
+        placed = cell.place(urgency=Urgency.LATE)
         assert (placed is BUSY) == is_full
-        assert is_placed(cell.place(waits_for_others=True))
+        assert is_placed(cell.place(urgency=Urgency.YIELDS))
 
 
 def test_a_late_prompt_joins_another_where_only_this_worker_holds_its_prefix():
@@ -367,7 +369,7 @@ def test_a_late_prompt_joins_another_where_only_this_worker_holds_its_prefix():
     for name in "ab":
         late = PrefillChoice(key(name), 0.0, 0.1, 1000)
         cell.router.assign_prefill(f"late-{name}", late, [], due_at=-1.0)
-    assert cell.place(len(prompt), prompt, must_place=True) is BUSY
+    assert cell.place(len(prompt), prompt, urgency=Urgency.OVERDUE) is BUSY
     cell.router.add_worker(
         key("c"),
         WorkerTraits(FixedLatency(), "h", 65536, BLOCK, host_kv_tokens=4096),
@@ -376,13 +378,13 @@ def test_a_late_prompt_joins_another_where_only_this_worker_holds_its_prefix():
     cell.router.apply_cache(key("c"), events)
     late = PrefillChoice(key("c"), 0.0, 0.1, 1000)
     cell.router.assign_prefill("late-c", late, [], due_at=-1.0)
-    assert cell.place(len(prompt), prompt, must_place=True).prefill.worker == key("c")
+    assert cell.place(len(prompt), prompt, urgency=Urgency.OVERDUE).prefill.worker == key("c")
     # It holds less than a quarter of this prompt.
-    assert cell.place(6400, list(range(6400)), must_place=True) is BUSY
+    assert cell.place(6400, list(range(6400)), urgency=Urgency.OVERDUE) is BUSY
     # A prefix that many workers hold, such as a system prompt, is no reason to go to any of them.
     for name in "ab":
         cell.router.apply_cache(key(name), cluster_pb2.CacheEvents(stored=events.stored))
-    assert cell.place(len(prompt), prompt, must_place=True) is BUSY
+    assert cell.place(len(prompt), prompt, urgency=Urgency.OVERDUE) is BUSY
 
 
 @pytest.mark.parametrize(
@@ -404,8 +406,26 @@ def test_outputs_that_wait_for_long_prompts_take_no_further_worker(
     demand = {"num_mean_tokens": 3000 + num_output_tokens // 2, "due_in_s": due_in_s}
     assert cell.place(3000, **demand).decode.worker == key("b")
     for _ in range(200):
-        found = cell.place(3000, **demand)
-    assert found.decode.worker == key(decode)
+        cell.choices.begins(cell.place(3000, **demand).sample)
+    assert cell.place(3000, **demand).decode.worker == key(decode)
+
+
+def test_questions_change_no_later_answer():
+    """The dispatcher asks up to three times for one request, and again in each later round."""
+    cell = Cell("a", "b")
+    add_prompts(cell, 0.02, 1.0)
+    add_decodes(cell, "a", MOST_BESIDE_PROMPTS - 1)
+    # The other worker has prompts for more than one step.
+    cell.router.assign_prefill("p", PrefillChoice(key("b"), 0.15, 0.15, 1500), [])
+    questions = (
+        {"num_tokens": 10, "due_in_s": 5.0},
+        {"num_tokens": 3000, "num_mean_tokens": 3015, "due_in_s": 0.7, "urgency": Urgency.OVERDUE},
+        {"num_tokens": 6000, "due_in_s": 0.5, "others_go_first_if_late": True},
+    )
+    first = [cell.place(**question) for question in questions]
+    assert first[-1] is NoPlacement.LATE
+    for _ in range(200):
+        assert [cell.place(**question) for question in questions] == first
 
 
 def test_prompts_take_longer_once_a_worker_decodes():
@@ -415,7 +435,7 @@ def test_prompts_take_longer_once_a_worker_decodes():
     load = cell.router.loads.get(key("a"))
     alone_s = load.queued_s(0.0) * load.prompt_speed
     for _ in range(4):
-        cell.start(16, computed=False, continues=True)
+        cell.start(16, computed=False, urgency=Urgency.CONTINUES)
     assert load.queued_s(0.0) * load.prompt_speed == pytest.approx(
         alone_s + 4 * MODEL.prefill_per_token_s * 16, rel=0.1
     )
@@ -425,7 +445,7 @@ def test_the_work_of_prompts_is_that_of_a_worker_without_decodes():
     """The autoscaler counts it: beside decodes, prompts take longer but are no more work."""
     cell = Cell("a")
     for _ in range(MOST):
-        cell.start(16, continues=True)
+        cell.start(16, urgency=Urgency.CONTINUES)
     cell.start(3000, computed=False)
     load = cell.router.loads.get(key("a"))
     assert load.work_s(0.0) == pytest.approx(0.3, rel=0.05)
@@ -550,6 +570,20 @@ def test_changed_targets_count_for_the_next_request(new_world):
     (request,) = world.core.running()
     assert request.due_at == request.submission.arrived_at + 0.001
     assert request.is_late
+
+
+def test_each_late_request_is_learned_from_once(new_world, monkeypatch):
+    times = []
+    monkeypatch.setattr(PromptDemand, "was_late", lambda _, now: times.append(now))
+    # A prompt of 900 tokens takes 9 s, and its worker takes no other prompt meanwhile.
+    latency = LatencyModel(1e-4, 1e-2, 0.0, 0.020, 0.005, 0.0)
+    world = new_world(elastic=True, latency=latency).pair()
+    change(world, ttft_s=0.001)
+    for _ in range(6):
+        world.submit(num_prompt=900)
+        world.wait(1)
+    assert all(one.is_late for one in world.core.running())
+    assert len(times) == 6
 
 
 def test_only_requests_of_the_interactive_lane_go_behind_the_others(new_world):
@@ -694,5 +728,5 @@ def test_a_batch_request_without_a_handoff_does_not_count_on_parked_outputs():
         cell.router.assign_decode(
             f"batch{number}", choice, is_interactive=False, can_be_parked=True, num_mean_tokens=500
         )
-    demand = cell.demand(500, is_batch=True, must_place=True)
+    demand = cell.demand(500, is_batch=True, urgency=Urgency.OVERDUE)
     assert cell.choices.place_on_one(cell.match(), demand).decode.worker == key("a")

@@ -87,7 +87,7 @@ def test_a_busy_worker_s_prefix_is_fetched_by_an_idle_one(tier):
         assert (fetch.holder, fetch.num_tokens, fetch.skip_tokens) == (B, 2400, 0)
         assert (choice.num_work_tokens, choice.hits.num_device) == (800, 0)
         assert choice.work_s == pytest.approx(MODEL.prefill_s(800))
-        assert choice.predicted_s == pytest.approx(fetch.fetch_s + choice.work_s)
+        assert choice.ttft_s == pytest.approx(fetch.fetch_s + choice.work_s)
         # A fetch that takes longer than the computation that it saves is given up.
         saved_s = MODEL.prefill_s(3200) - MODEL.prefill_s(800)
         assert fetch.timeout_s == pytest.approx(max(saved_s, 2 * fetch.fetch_s))

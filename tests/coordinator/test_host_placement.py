@@ -106,7 +106,7 @@ def test_a_worker_that_holds_the_prefix_in_any_tier_is_preferred(tier):
     assert choice.hits == tuple(2400 if one == tier else 0 for one in _TIERS)
     assert choice.num_work_tokens == 800
     load_s = load_of(traits()).tier_load_s(choice.hits, 0.0)
-    assert choice.predicted_s == pytest.approx(MODEL.prefill_s(800) + load_s)
+    assert choice.ttft_s == pytest.approx(MODEL.prefill_s(800) + load_s)
     placed = elastic_choices(found, fetches=False).place(match, DEMAND)
     assert placed.prefill == choice
 

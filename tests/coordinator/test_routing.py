@@ -237,7 +237,7 @@ def test_decodes_go_where_a_step_takes_least() -> None:
     assert set(load.values()) == {10}
     choice = decode(router, "more", prompt(99))
     assert choice is not None
-    assert choice.predicted_s == pytest.approx(MODEL.decode_step_s(11, 0))
+    assert choice.step_s == pytest.approx(MODEL.decode_step_s(11, 0))
 
 
 def interactive(router: Router, request: str) -> WorkerKey:
@@ -332,7 +332,7 @@ def test_a_move_counts_the_measured_speed_to_its_new_worker() -> None:
 
     def sent_s(to: str) -> float:
         choice = pool_choices(router).by_handoff(key("d1"), key(to), 321)
-        return choice.predicted_s - choice.work_s
+        return choice.ttft_s - choice.work_s
 
     # Before the first transfer between hosts, 1 GB/s are assumed.
     assert sent_s("d2") == pytest.approx(0.321)

@@ -10,7 +10,6 @@ import math
 from statistics import NormalDist
 from typing import NamedTuple
 
-from baton.coordinator.routing.elastic_decode_choices import reachable_itl_s
 from baton.coordinator.scaling.autoscale import forecast, queueing
 from baton.coordinator.scaling.autoscale.corrections import REPORTED_CORRECTION
 from baton.coordinator.scaling.autoscale.need import TARGET_MARGIN, Need, lanes_with_targets
