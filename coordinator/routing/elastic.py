@@ -129,10 +129,6 @@ class ElasticRule:
         times = [entry.free_at - AHEAD_S for entry, _ in found]
         return min((at for at in times if at > self._router.now), default=math.inf)
 
-    def takes_prompt(self, request: Request) -> bool:
-        """Whether only room for an output is lacking: a prompt needs the same room."""
-        return True
-
     def is_crowded(self, entry: WorkerLoad) -> bool:
         """Whether mean steps exceed the limit by which decode workers are chosen."""
         return entry.mean_step_s() > reachable_itl_s(self._itl_target_s, entry.single_step_s)

@@ -198,10 +198,13 @@ class Placer:
         return self._choices.choose_decode(match, needs) is not None
 
     def room_wanted(self, request: Request) -> RoomWanted | None:
-        """The decode worker on which batch requests should be parked for a waiting request.
+        """The decode worker on which batch requests should be parked for a request.
+
+        Args:
+            request: the request, for which `place` returned NoPlacement.FULL.
 
         Returns:
-            None if the request waits for something else, or is a batch request itself.
+            None if parking does not help, or if it is a batch request itself.
         """
         if (
             self.router.loads.most_parkable() is None
@@ -357,11 +360,7 @@ class Placer:
 
     def _room_wanted(self, request: Request) -> RoomWanted | None:
         entry = self.router.loads.most_parkable()
-        if (
-            entry is None
-            or self._needs.most_output_tokens(request.submission) == 1
-            or not self._rule.takes_prompt(request)
-        ):
+        if entry is None or self._needs.most_output_tokens(request.submission) == 1:
             return None
         needed = entry.in_blocks(request.num_tokens + self._needs.more_output_tokens(request))
         wanted = RoomWanted(

@@ -37,9 +37,6 @@ class PlacementRule(Protocol):
             waits for something else.
         """
 
-    def takes_prompt(self, request: Request) -> bool:
-        """Whether a waiting request lacks only room for its output."""
-
     def is_crowded(self, entry: WorkerLoad) -> bool:
         """Whether batch outputs on a worker push its interactive outputs over their ITL target."""
 
