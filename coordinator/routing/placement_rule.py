@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from baton.coordinator.routing.choices import NoPlacement, Placement, PrefillChoice
-from baton.coordinator.routing.prefix_match import PrefixMatch
-from baton.coordinator.routing.worker_load import WorkerLoad
+from baton.coordinator.routing.loads.worker_load import WorkerLoad
+from baton.coordinator.routing.prefixes.prefix_match import PrefixMatch
 from baton.coordinator.state.requests import Request, SessionKey
 
 
