@@ -99,7 +99,7 @@ class Assignments:
             found = map(self._workers.get, (request.prefill, request.decode))
             assert all(one is None or one.fleet is request.fleet for one in found)
             if request.state is RequestState.DECODING and request.decode is not None:
-                entry = self._placers.of(request.fleet).router.loads.get(request.decode)
+                entry = self._placers.of(request.fleet).view.loads.get(request.decode)
                 assert entry is None or not entry.has_prompt(request.key)
 
     def _release(self, key: WorkerKey | None, request: Request) -> bool:

@@ -23,7 +23,7 @@ from baton.coordinator.core.step_control import StepControl
 from baton.coordinator.rollouts.retiring import gone_error
 from baton.coordinator.rollouts.rollout import Rollouts
 from baton.coordinator.rollouts.traffic import Traffic
-from baton.coordinator.routing.latency import LatencyRegistry
+from baton.coordinator.routing.loads.latency import LatencyRegistry
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.scaling.autoscale.observer import Observer
 from baton.coordinator.scaling.autoscale.policy import Policy

@@ -168,7 +168,7 @@ class Dispatcher:
         """Parks batch outputs if that makes room for the request; returns whether it did."""
         wanted = placer.room_wanted(request)
         worker = self._workers.get(wanted.worker) if wanted is not None else None
-        entry = placer.router.loads.get(worker.key) if worker is not None else None
+        entry = placer.view.loads.get(worker.key) if worker is not None else None
         if wanted is None or worker is None or entry is None:
             return False
         parked, num_tokens = list[Request](), 0

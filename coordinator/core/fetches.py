@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from baton.coordinator.core.commands import Commands
 from baton.coordinator.routing.choices import Fetch, Placement
+from baton.coordinator.routing.fleet_view import FleetView
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.routing.request_needs import RequestNeeds
-from baton.coordinator.routing.router import Router
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.requests import Request, WorkerKey
 from baton.runtime.durations import duration
@@ -117,7 +117,7 @@ class Fetches:
 
     def _saved_s(self, fetch: _Fetch, hashes: Sequence[int]) -> float:
         """Returns how long the worker would compute those fetched blocks that a prompt has too."""
-        entry = self._router(fetch.route).loads.get(fetch.route.prefill)
+        entry = self._view(fetch.route).loads.get(fetch.route.prefill)
         if entry is None:
             return 0.0
         num_tokens = fetch.num_shared(hashes) * entry.traits.block_size_tokens
@@ -131,7 +131,7 @@ class Fetches:
         hashes: Sequence[int],
         now: float,
     ) -> None:
-        entry = self._placers.of(request.fleet).router.loads.get(prefill)
+        entry = self._placers.of(request.fleet).view.loads.get(prefill)
         assert entry is not None, "the prefill worker was just chosen"
         size = entry.traits.block_size_tokens
         handoff_id = self._random_bytes(16)
@@ -193,9 +193,9 @@ class Fetches:
             # The first bytes leave when the receiver has opened the handoff and the holder's step
             # has filled staging; the time before that is not the network's.
             seconds = (report.exposed_us - max(0, report.open_us - report.fill_us)) / 1e6
-            router, pair = self._router(route), route.pair
+            view, pair = self._view(route), route.pair
             # The report has fewer bytes than planned if the holder lacked blocks.
-            router.transfers.observe(pair, report.num_bytes, seconds, near=router.near(*pair))
+            view.transfers.observe(pair, report.num_bytes, seconds, near=view.near(*pair))
         elif (
             report.state == kv_transfer_pb2.HANDOFF_STATE_FAILED
             and fetch is not None
@@ -212,9 +212,9 @@ class Fetches:
         """
         if request.prefill is None or request.decode is None:
             return
-        router, pair = self._placers.of(request.fleet).router, (request.prefill, request.decode)
+        view, pair = self._placers.of(request.fleet).view, (request.prefill, request.decode)
         seconds = (report.fill_us + report.exposed_us) / 1e6
-        router.transfers.observe_at_most(pair, report.num_bytes, seconds, near=router.near(*pair))
+        view.transfers.observe_at_most(pair, report.num_bytes, seconds, near=view.near(*pair))
 
     def lost(self, worker: WorkerKey) -> None:
         """Tells the prefill workers not to wait for a worker that is lost or does not respond."""
@@ -237,14 +237,14 @@ class Fetches:
             return
         fetch.is_sent = True
         self._commands.cancel_prefix(fetch.route.holder, handoff_id)
-        router, pair = self._router(fetch.route), fetch.route.pair
-        if router.now >= fetch.ends_at:
-            router.transfers.observe_timeout(
-                pair, fetch.num_bytes, fetch.choice.timeout_s, near=router.near(*pair)
+        view, pair = self._view(fetch.route), fetch.route.pair
+        if view.now >= fetch.ends_at:
+            view.transfers.observe_timeout(
+                pair, fetch.num_bytes, fetch.choice.timeout_s, near=view.near(*pair)
             )
 
-    def _router(self, route: _Route) -> Router:
-        return self._placers.of(route.fleet).router
+    def _view(self, route: _Route) -> FleetView:
+        return self._placers.of(route.fleet).view
 
     def check_integrity(self, requests: Iterator[Request]) -> None:
         """Raises AssertionError when a fetch has no request, or is not that of its request.

@@ -9,7 +9,7 @@ from baton.coordinator.core.failure_detector import FailureDetector
 from baton.coordinator.core.flips import Flips
 from baton.coordinator.core.request_lifecycle import RequestLifecycle
 from baton.coordinator.core.worker_removal import Departure, WorkerRemoval
-from baton.coordinator.routing.latency import LatencyRegistry
+from baton.coordinator.routing.loads.latency import LatencyRegistry
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.scaling.drains import Drains
 from baton.coordinator.scaling.scaling import Scaler

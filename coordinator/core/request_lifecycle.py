@@ -249,9 +249,9 @@ class RequestLifecycle:
             self.stats.dispatched(request, now, after_start=newest_at > request.submitted_at)
         request.handoff_id = self._random_bytes(16) if placement.handoff else b""
         request.skip_tokens = placement.skip_tokens
-        router = self._placers.of(request.fleet).router
+        view = self._placers.of(request.fleet).view
         request.placement_prediction = placement.prediction._replace(
-            speeds=router.predicted_speeds(placement)
+            speeds=view.predicted_speeds(placement)
         )
         num_tokens = request.num_tokens
         # The tenant is charged only for the first attempt.

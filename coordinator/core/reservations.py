@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from baton.coordinator.routing.fleet_view import FleetView
+from baton.coordinator.routing.loads.worker_load import WorkerLoad
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.routing.request_needs import RequestNeeds
-from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import WorkerLoad
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.requests import Request, RequestKey, WorkerKey
@@ -50,8 +50,8 @@ class Reservations:
 
     def reserve_beside(self, request: Request) -> None:
         """Like `reserve`, for an interrupted request, if others have another decode worker."""
-        router = self._placers.of(request.fleet).router
-        if router.loads.open_decode.bit_count() > 1:
+        view = self._placers.of(request.fleet).view
+        if view.loads.open_decode.bit_count() > 1:
             self.reserve(request)
 
     def reserve(self, request: Request) -> None:
@@ -68,7 +68,7 @@ class Reservations:
         fleet = request.fleet
         if fleet in self._reserved:
             return
-        router = self._placers.of(fleet).router
+        view = self._placers.of(fleet).view
         needs = RequestNeeds(self._config, fleet.workers, self._placers.outputs)
         if needs.most_output_tokens(request.submission) == 1:
             return
@@ -76,10 +76,10 @@ class Reservations:
         latest = self._latest.get(fleet)
         entry = None
         if latest is not None and latest.request == request.key:
-            entry = router.loads.get(latest.worker)
-        if entry is None or not router.takes_decodes(entry):
-            entry = _with_most_room(router, num_tokens)
-            if entry is None or router.has_room(entry, num_tokens):
+            entry = view.loads.get(latest.worker)
+        if entry is None or not view.takes_decodes(entry):
+            entry = _with_most_room(view, num_tokens)
+            if entry is None or view.has_room(entry, num_tokens):
                 return
         if (worker := self._workers.get(entry.key)) is not None:
             self._reserved[fleet] = _Reservation(request.key, entry.key)
@@ -93,18 +93,18 @@ class Reservations:
             self._latest, self._reserved = self._reserved, {}
 
 
-def _with_most_room(router: Router, num_tokens: int) -> WorkerLoad | None:
+def _with_most_room(view: FleetView, num_tokens: int) -> WorkerLoad | None:
     """Returns the decode worker with most free room among those that can hold this many tokens.
 
     If all are too small, it is the one with most room: its engine then refuses the request.
     """
-    loads = router.loads
+    loads = view.loads
     found = loads.get(loads.by_room.least())
     if found is None or found.traits.kv_tokens >= num_tokens:
         return found
     large = [
         one
         for one in loads.entries.values()
-        if one.traits.kv_tokens >= num_tokens and router.takes_decodes(one)
+        if one.traits.kv_tokens >= num_tokens and view.takes_decodes(one)
     ]
     return max(large, key=lambda one: one.free_tokens, default=found)

@@ -7,7 +7,7 @@ from enum import Enum
 
 from baton.coordinator.core.adoption import Adoption
 from baton.coordinator.core.request_lifecycle import RequestLifecycle
-from baton.coordinator.routing.latency import LatencyRegistry
+from baton.coordinator.routing.loads.latency import LatencyRegistry
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.scaling.scaling import Scaler
 from baton.coordinator.state import events as ev

@@ -6,8 +6,8 @@ import math
 from collections import Counter
 
 from baton.coordinator.routing.choices import NoPlacement, Placement
-from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import WorkerLoad
+from baton.coordinator.routing.fleet_view import FleetView
+from baton.coordinator.routing.loads.worker_load import WorkerLoad
 from baton.coordinator.state.requests import RequestKey, WorkerKey
 from baton.coordinator.state.workers import AttachedWorkers, Worker
 
@@ -16,12 +16,12 @@ class BatchPrompts:
     """The batch prompts that may be parked, each with the prefill worker that computes it.
 
     Args:
-        router: Router of the same workers; this class only reads it.
+        view: View of the same workers; this class only reads it.
         workers: Workers of one fleet.
     """
 
-    def __init__(self, router: Router, workers: AttachedWorkers) -> None:
-        self._router, self._workers = router, workers
+    def __init__(self, view: FleetView, workers: AttachedWorkers) -> None:
+        self._view, self._workers = view, workers
         self._worker_of: dict[RequestKey, WorkerKey] = {}
         self._num_at: Counter[WorkerKey] = Counter()
 
@@ -56,18 +56,18 @@ class BatchPrompts:
             return None
         if isinstance(placement, NoPlacement):
             # The queue of every prefill worker is full.
-            soonest = self._router.loads.idlest_prefill()
-            wait_s = soonest.queued_s(self._router.now) if soonest is not None else math.inf
+            soonest = self._view.loads.idlest_prefill()
+            wait_s = soonest.queued_s(self._view.now) if soonest is not None else math.inf
         elif placement.is_local:
             return None
         else:
             wait_s = placement.prefill.ttft_s - placement.prefill.work_s
         most, found = 0.0, None
         for batch, key in self._worker_of.items():
-            entry, worker = self._router.loads.get(key), self._workers.get(key)
+            entry, worker = self._view.loads.get(key), self._workers.get(key)
             if entry is None or not self.may_be_parked(entry, worker):
                 continue
-            left_s = entry.queued_s(self._router.now)
+            left_s = entry.queued_s(self._view.now)
             if left_s > max(most, entry.chunk_step_s) and wait_s > entry.chunk_step_s:
                 most, found = left_s, batch
         return found

@@ -144,9 +144,11 @@ class NoPlacement(Enum):
     """Why a request is not placed now.
 
     Members:
-        FULL: a worker that it needs is full; it keeps its turn.
-        BUSY: more room would not help, because other prompts must be computed first; it keeps its
-            turn.
+        FULL: only room on a decode worker is lacking (KV room, or a place in the engine's batch),
+            so that it may help to park batch outputs; it keeps its turn. In an elastic cell, its
+            prompt needs the same room.
+        BUSY: more such room would not help, because other prompts must be computed first, or
+            because no worker computes prompts; it keeps its turn.
         LATE: no worker can produce its first token within its TTFT target; others go first.
     """
 

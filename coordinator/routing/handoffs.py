@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from baton.coordinator.routing.choices import DecodeChoice, Placement, PrefillChoice
+from baton.coordinator.routing.loads.worker_traits import (
+    block_size_of,
+    handoff_bytes,
+    reusable_tokens,
+)
 from baton.coordinator.routing.prompt_blocks import PromptBlocks
-from baton.coordinator.routing.worker_traits import block_size_of, handoff_bytes, reusable_tokens
 from baton.coordinator.state.requests import Request, WorkerKey
 from baton.coordinator.state.workers import AttachedWorkers
 from baton.runtime import kv_fingerprint

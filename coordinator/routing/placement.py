@@ -14,19 +14,19 @@ from baton.coordinator.routing.choices import (
     PrefillChoice,
     RoomWanted,
 )
-from baton.coordinator.routing.elastic import ElasticRule
+from baton.coordinator.routing.elastic.rule import ElasticRule
+from baton.coordinator.routing.fleet_view import FleetView
 from baton.coordinator.routing.handoffs import Handoffs
-from baton.coordinator.routing.latency import LatencyRegistry
+from baton.coordinator.routing.loads.latency import LatencyRegistry
+from baton.coordinator.routing.loads.worker_traits import traits_of
 from baton.coordinator.routing.output_lengths import OutputLengths
 from baton.coordinator.routing.placement_rule import PlacementRule
-from baton.coordinator.routing.pool_choices import PoolChoices
 from baton.coordinator.routing.predictions import Predictions
 from baton.coordinator.routing.prefix_fetches import PrefixFetches
 from baton.coordinator.routing.prompt_blocks import PromptBlocks
 from baton.coordinator.routing.request_needs import RequestNeeds
-from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.strict import StrictRule
-from baton.coordinator.routing.worker_traits import traits_of
+from baton.coordinator.routing.strict.pool_choices import PoolChoices
+from baton.coordinator.routing.strict.rule import StrictRule
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import POOL_OF, Pool
 from baton.coordinator.state.requests import Request, WorkerKey
@@ -59,7 +59,7 @@ class Placer:
         step_targets: Targets of the workers' steps.
 
     Attributes:
-        router: load of each worker; read-only for callers.
+        view: load of each worker; read-only for callers.
         batch_prompts: batch prompts during their prefill; read-only for callers.
         prompts: block hashes of prompts.
         predictions: predicted prefill work and first-token times of requests.
@@ -77,21 +77,21 @@ class Placer:
     ) -> None:
         self._config, self._workers, self._latency = config, workers, latency
         self._outputs, self._crowded = outputs, crowded
-        self.router = Router(
+        self.view = FleetView(
             config.max_prefill_requests,
             config.max_decode_requests,
             step_targets if config.elastic else None,
         )
-        self.batch_prompts = BatchPrompts(self.router, workers)
-        self.prompts = PromptBlocks(self.router, workers)
+        self.batch_prompts = BatchPrompts(self.view, workers)
+        self.prompts = PromptBlocks(self.view, workers)
         self._needs = RequestNeeds(config, workers, outputs)
         self._handoffs = Handoffs(workers, self.prompts)
-        fetches = PrefixFetches(self.router, enabled=config.fetch)
-        self._choices = PoolChoices(self.router, fetches)
+        fetches = PrefixFetches(self.view, enabled=config.fetch)
+        self._choices = PoolChoices(self.view, fetches)
         self._rule: PlacementRule = (
             ElasticRule(
                 config,
-                self.router,
+                self.view,
                 self.prompts,
                 self._needs,
                 self._handoffs,
@@ -101,7 +101,7 @@ class Placer:
             if config.elastic
             else StrictRule(
                 config,
-                self.router,
+                self.view,
                 workers,
                 self.prompts,
                 self._needs,
@@ -110,7 +110,7 @@ class Placer:
             )
         )
         self.predictions = Predictions(
-            self.router,
+            self.view,
             self._rule,
             workers,
             self.prompts,
@@ -122,31 +122,31 @@ class Placer:
     def set_step_targets(self, targets: StepTargets) -> None:
         """Places from now on by these step targets; strict cells have no use for them."""
         if self._config.elastic:
-            self.router.loads.set_step_targets(targets)
+            self.view.loads.set_step_targets(targets)
 
     # ---- Workers
 
     def attach(self, worker: Worker) -> None:
         """Adds a worker that has attached or reattached, and gives it work if it takes any."""
-        if self.router.loads.get(worker.key) is None:
-            self.router.add_worker(worker.key, traits_of(worker.hello, self._latency), None)
+        if self.view.loads.get(worker.key) is None:
+            self.view.add_worker(worker.key, traits_of(worker.hello, self._latency), None)
         self.refresh(worker)
 
     def refresh(self, worker: Worker) -> None:
         """Updates the pool of a worker after its role or state has changed."""
-        if self.router.loads.get(worker.key) is not None:
-            self.router.loads.set_pool(worker.key, _open_to(worker))
+        if self.view.loads.get(worker.key) is not None:
+            self.view.loads.set_pool(worker.key, _open_to(worker))
 
     def detach(self, worker: Worker) -> None:
         """Removes a worker and everything assigned to it."""
-        self.router.remove_worker(worker.key)
+        self.view.remove_worker(worker.key)
         self._crowded.pop(worker.key, None)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the router's state and the workers' pools are inconsistent."""
-        self.router.check_integrity()
+        """Raises AssertionError if the loads and the workers' pools are inconsistent."""
+        self.view.check_integrity()
         for worker in self._workers:
-            assert self.router.loads.pool(worker.key) is _open_to(worker)
+            assert self.view.loads.pool(worker.key) is _open_to(worker)
 
     # ---- Requests
 
@@ -198,13 +198,16 @@ class Placer:
         return self._choices.choose_decode(match, needs) is not None
 
     def room_wanted(self, request: Request) -> RoomWanted | None:
-        """The decode worker on which batch requests should be parked for a waiting request.
+        """The decode worker on which batch requests should be parked for a request.
+
+        Args:
+            request: the request, for which `place` returned NoPlacement.FULL.
 
         Returns:
-            None if the request waits for something else, or is a batch request itself.
+            None if parking does not help, or if it is a batch request itself.
         """
         if (
-            self.router.loads.most_parkable() is None
+            self.view.loads.most_parkable() is None
             or self._needs.prompt_lane(request.submission) == _BATCH
         ):
             return None
@@ -237,14 +240,14 @@ class Placer:
         worker, is_local = placement.prefill.worker, placement.is_local
         # With strict roles, a decode worker that computes a prompt or hands over its own request
         # delays no other prompt.
-        delays_prompts = self.router.loads.computes_prompts(self.router.loads.pool(worker))
+        delays_prompts = self.view.loads.computes_prompts(self.view.loads.pool(worker))
         if delays_prompts or not is_local:
             self._assign_prompt(request, placement.prefill)
         has_batch_prompt = self._needs.prompt_lane(request.submission) == _BATCH
         if has_batch_prompt and can_be_parked and delays_prompts and not is_local:
             self.batch_prompts.begins(request.key, worker)
         if placement.decode is not None:
-            self.router.assign_decode(
+            self.view.assign_decode(
                 request.key,
                 placement.decode,
                 request.submission.session,
@@ -259,22 +262,22 @@ class Placer:
         """Adds a request to the load of the worker that kept decoding it during a restart."""
         submission = request.submission
         num_tokens = request.num_tokens + self._needs.more_output_tokens(request)
-        # The router did not choose this worker, so only the KV tokens of the choice matter.
+        # No rule chose this worker, so only the KV tokens of the choice matter.
         choice = DecodeChoice(worker, step_s=0.0, num_kv_tokens=num_tokens, num_tokens=num_tokens)
         is_interactive = submission.lane != _BATCH
-        self.router.assign_decode(
+        self.view.assign_decode(
             request.key,
             choice,
             submission.session,
             is_interactive=is_interactive,
             can_be_parked=not is_interactive,
         )
-        self.router.first_token(request.key, request.prefill, request.decode)
+        self.view.first_token(request.key, request.prefill, request.decode)
 
     def computed(self, request: Request) -> None:
         """Records that a request's prompt has been computed."""
         self.batch_prompts.prefill_done(request.key)
-        self.router.first_token(request.key, request.prefill, request.decode)
+        self.view.first_token(request.key, request.prefill, request.decode)
 
     def grows(self, request: Request, num_ahead: int) -> None:
         """Reserves more KV room for a request whose output has grown.
@@ -286,14 +289,14 @@ class Placer:
         """
         num_output = len(request.token_ids) + num_ahead
         decode = request.decode
-        if self.router.outgrows(request.key, decode, request.num_prompt_tokens + num_output):
+        if self.view.outgrows(request.key, decode, request.num_prompt_tokens + num_output):
             num_output = min(num_output, self._needs.most_output_tokens(request.submission))
-            self.router.grow(request.key, decode, request.num_prompt_tokens + num_output)
+            self.view.grow(request.key, decode, request.num_prompt_tokens + num_output)
 
     def released(self, request: Request) -> None:
         """Removes a request from the load of its workers."""
         self.batch_prompts.prefill_done(request.key)
-        self.router.release(request.key, request.prefill, request.decode)
+        self.view.release(request.key, request.prefill, request.decode)
 
     def ended(self, request: Request) -> None:
         """Records the length of a finished output for later predictions."""
@@ -303,7 +306,7 @@ class Placer:
 
     def is_crowded(self, worker: WorkerKey) -> bool:
         """Whether batch requests on a worker push interactive requests over their ITL target."""
-        entry = self.router.loads.get(worker)
+        entry = self.view.loads.get(worker)
         return (
             entry is not None
             and 0 < entry.decodes.num_interactive < entry.num_decodes
@@ -321,7 +324,7 @@ class Placer:
             return find(request)
         # Lists instead of sets: their order decides between equally good workers, and must be the
         # same in each run of a simulation.
-        avoided = [key for key in request.avoid if self.router.loads.get(key) is not None]
+        avoided = [key for key in request.avoid if self.view.loads.get(key) is not None]
         closed = (
             [one.key for one in self._workers if one.ledger.unanswered] if request.suspect else []
         )
@@ -336,7 +339,7 @@ class Placer:
     def _closed(self, workers: Iterable[WorkerKey]) -> Iterator[None]:
         """Gives these workers no work inside the `with` block."""
         for key in workers:
-            self.router.loads.set_pool(key, None)
+            self.view.loads.set_pool(key, None)
         try:
             yield
         finally:
@@ -346,7 +349,7 @@ class Placer:
                     self.refresh(worker)
 
     def _assign_prompt(self, request: Request, choice: PrefillChoice) -> None:
-        self.router.assign_prefill(
+        self.view.assign_prefill(
             request.key,
             choice,
             self.prompts.hashes_of(request),
@@ -356,18 +359,14 @@ class Placer:
         )
 
     def _room_wanted(self, request: Request) -> RoomWanted | None:
-        entry = self.router.loads.most_parkable()
-        if (
-            entry is None
-            or self._needs.most_output_tokens(request.submission) == 1
-            or not self._rule.takes_prompt(request)
-        ):
+        entry = self.view.loads.most_parkable()
+        if entry is None or self._needs.most_output_tokens(request.submission) == 1:
             return None
         needed = entry.in_blocks(request.num_tokens + self._needs.more_output_tokens(request))
         wanted = RoomWanted(
             entry.key,
             max(0, needed - entry.free_tokens),
-            max(0, entry.num_decodes + 1 - self.router.loads.most_decodes(entry)),
+            max(0, entry.num_decodes + 1 - self.view.loads.most_decodes(entry)),
         )
         is_there = not (wanted.num_tokens or wanted.num_requests)
         return None if is_there or wanted.num_tokens > entry.decodes.parkable_tokens else wanted

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from baton.coordinator.routing.choices import NoPlacement, Placement, PrefillChoice
-from baton.coordinator.routing.prefix_match import PrefixMatch
-from baton.coordinator.routing.worker_load import WorkerLoad
+from baton.coordinator.routing.loads.worker_load import WorkerLoad
+from baton.coordinator.routing.prefixes.prefix_match import PrefixMatch
 from baton.coordinator.state.requests import Request, SessionKey
 
 
@@ -36,9 +36,6 @@ class PlacementRule(Protocol):
             Time by the core's clock; infinite if no prediction is possible, or if the request
             waits for something else.
         """
-
-    def takes_prompt(self, request: Request) -> bool:
-        """Whether a waiting request lacks only room for its output."""
 
     def is_crowded(self, entry: WorkerLoad) -> bool:
         """Whether batch outputs on a worker push its interactive outputs over their ITL target."""

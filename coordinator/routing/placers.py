@@ -6,12 +6,12 @@ the least loaded worker and the other end of a handoff.
 
 from __future__ import annotations
 
-from baton.coordinator.routing.kv_speeds import KvSpeed
-from baton.coordinator.routing.latency import LatencyRegistry
+from baton.coordinator.routing.fleet_view import FleetView
+from baton.coordinator.routing.loads.kv_speeds import KvSpeed
+from baton.coordinator.routing.loads.latency import LatencyRegistry
+from baton.coordinator.routing.loads.worker_load import WorkerLoad
 from baton.coordinator.routing.output_lengths import OutputLengths
 from baton.coordinator.routing.placement import Placer
-from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import WorkerLoad
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.requests import RequestKey, SessionKey, WorkerKey
@@ -55,7 +55,7 @@ class Placers:
         """Sets the time of the next event, by the core's clock."""
         self._now = now
         for placer in self._placers.values():
-            placer.router.now = now
+            placer.view.now = now
 
     def set_step_targets(self, targets: StepTargets) -> None:
         """Changes the step targets of the placers; the caller tells the workers."""
@@ -81,7 +81,7 @@ class Placers:
                 self.prompt_times,
                 self.step_targets,
             )
-            placer.router.now = self._now
+            placer.view.now = self._now
         return placer
 
     def forget(self, fleet: Fleet) -> None:
@@ -93,9 +93,9 @@ class Placers:
         assert self._placers.keys() <= set(self._workers.fleets)
         for fleet, placer in self._placers.items():
             placer.check_integrity()
-            assert placer.router.loads.step_targets in (None, self.step_targets)
+            assert placer.view.loads.step_targets in (None, self.step_targets)
             for worker in self._workers:
-                assert worker.fleet is fleet or placer.router.loads.get(worker.key) is None
+                assert worker.fleet is fleet or placer.view.loads.get(worker.key) is None
 
     # ---- Members.
 
@@ -111,44 +111,44 @@ class Placers:
         self.of(worker.fleet).detach(worker)
 
     def load(self, worker: Worker) -> WorkerLoad | None:
-        return self._router(worker).loads.get(worker.key)
+        return self._view(worker).loads.get(worker.key)
 
     def report_kv(self, worker: Worker, kv_tokens_used: int) -> None:
-        self._router(worker).report_kv(worker.key, kv_tokens_used)
+        self._view(worker).report_kv(worker.key, kv_tokens_used)
 
     def report_tier_loads(self, worker: Worker, load: cluster_pb2.LoadReport) -> None:
-        self._router(worker).report_tier_loads(worker.key, load.host_loads, load.disk_loads)
+        self._view(worker).report_tier_loads(worker.key, load.host_loads, load.disk_loads)
 
     def kv_speeds(self) -> list[KvSpeed]:
         """Returns the measured speeds at which the workers of all fleets get KV blocks."""
         placers = tuple(self._placers.values())
-        return [speed for placer in placers for speed in placer.router.kv_speeds()]
+        return [speed for placer in placers for speed in placer.view.kv_speeds()]
 
     def apply_cache(self, worker: Worker, changes: cluster_pb2.CacheEvents) -> None:
-        self._router(worker).apply_cache(worker.key, changes)
+        self._view(worker).apply_cache(worker.key, changes)
 
     def forget_session(self, session: SessionKey) -> None:
         """Forgets which workers a session had."""
         for placer in self._placers.values():
-            placer.router.forget_session(session)
+            placer.view.forget_session(session)
 
     # ---- Requests from before a restart that workers still decode and no client has resumed yet.
 
     def hold(self, key: RequestKey, worker: Worker, num_tokens: int) -> None:
         """Reserves this many KV tokens on a worker until `release_held`."""
-        self._router(worker).hold(key, worker.key, num_tokens)
+        self._view(worker).hold(key, worker.key, num_tokens)
 
     def grow_held(self, key: RequestKey, fleet: Fleet, worker: WorkerKey, num_tokens: int) -> None:
         """Raises a reservation made with `hold` to this many tokens."""
-        router = self.of(fleet).router
-        if router.outgrows(key, worker, num_tokens):
-            router.grow(key, worker, num_tokens)
+        view = self.of(fleet).view
+        if view.outgrows(key, worker, num_tokens):
+            view.grow(key, worker, num_tokens)
 
     def release_held(self, key: RequestKey, fleet: Fleet, worker: WorkerKey) -> None:
         """Frees a reservation made with `hold`; idempotent."""
-        self.of(fleet).router.release(key, None, worker)
+        self.of(fleet).view.release(key, None, worker)
 
     # ---- Private methods
 
-    def _router(self, worker: Worker) -> Router:
-        return self.of(worker.fleet).router
+    def _view(self, worker: Worker) -> FleetView:
+        return self.of(worker.fleet).view

@@ -7,12 +7,12 @@ from array import array
 from collections.abc import Callable
 
 from baton.coordinator.routing.batch_prompts import BatchPrompts
+from baton.coordinator.routing.fleet_view import FleetView
+from baton.coordinator.routing.loads.worker_load import WorkerLoad
 from baton.coordinator.routing.placement_rule import PlacementRule
-from baton.coordinator.routing.prefix_match import HeldPrefix
+from baton.coordinator.routing.prefixes.prefix_match import HeldPrefix
 from baton.coordinator.routing.prompt_blocks import PromptBlocks
 from baton.coordinator.routing.request_needs import RequestNeeds
-from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import WorkerLoad
 from baton.coordinator.state.requests import Prediction, Request, Submission
 from baton.coordinator.state.workers import AttachedWorkers
 from baton.runtime.latency import LatencyModel
@@ -25,7 +25,7 @@ class Predictions:
     The class has no side effects.
 
     Args:
-        router: Router of the same workers.
+        view: View of the same workers.
         rule: Placement rule of the cell.
         workers: Workers of one fleet.
         prompts: Cuts prompts into blocks of these workers' block size.
@@ -36,7 +36,7 @@ class Predictions:
 
     def __init__(
         self,
-        router: Router,
+        view: FleetView,
         rule: PlacementRule,
         workers: AttachedWorkers,
         prompts: PromptBlocks,
@@ -44,19 +44,19 @@ class Predictions:
         needs: RequestNeeds,
         unmeasured: LatencyModel,
     ) -> None:
-        self._router, self._workers, self._prompts = router, workers, prompts
+        self._view, self._workers, self._prompts = view, workers, prompts
         self._rule = rule
         self._batch_prompts, self._needs = batch_prompts, needs
         self._unmeasured = unmeasured
 
     def prefill_s(self, request: Request) -> float:
         """Predicted seconds to load and compute the prompt of a waiting request."""
-        entry, num_tokens = self._router.loads.idlest_prefill(), request.num_prefill_tokens
+        entry, num_tokens = self._view.loads.idlest_prefill(), request.num_prefill_tokens
         if entry is None:
             # Requests count as work even before the first worker has attached.
             return self._unmeasured_prefill_s(num_tokens)
         held = self._prompts.usable(request).held_by(entry.key)
-        return _prefill_s(entry, num_tokens, held, self._router.now)
+        return _prefill_s(entry, num_tokens, held, self._view.now)
 
     def demand(self, submission: Submission, hashes: array[int]) -> tuple[float, int, float]:
         """Predicted demand of a request on the prefill and decode pools.
@@ -69,12 +69,12 @@ class Predictions:
             Seconds of prefill work, number of prompt tokens, expected number of output tokens.
         """
         num_tokens = len(submission.prompt_token_ids)
-        entry = self._router.loads.idlest_prefill()
+        entry = self._view.loads.idlest_prefill()
         if entry is None:
             prefill_s = self._unmeasured_prefill_s(num_tokens)
         else:
-            held = self._router.longest_prefill(self._prompts.usable_for(submission, hashes))
-            prefill_s = _prefill_s(entry, num_tokens, held, self._router.now)
+            held = self._view.longest_prefill(self._prompts.usable_for(submission, hashes))
+            prefill_s = _prefill_s(entry, num_tokens, held, self._view.now)
         return prefill_s, num_tokens, self._needs.mean_output_tokens(submission)
 
     def ttft(
@@ -98,9 +98,9 @@ class Predictions:
         choice = self._rule.soonest(match, num_tokens, session)
         if choice is None:
             return None
-        num_workers = self._router.loads.prompt_speed
+        num_workers = self._view.loads.prompt_speed
         wait_s = choice.ttft_s - choice.work_s
-        entry, worker = self._router.loads.get(choice.worker), self._workers.get(choice.worker)
+        entry, worker = self._view.loads.get(choice.worker), self._workers.get(choice.worker)
         if (
             self._needs.prompt_lane(submission) != common_pb2.LANE_BATCH
             and entry is not None
@@ -135,7 +135,7 @@ class Predictions:
         Returns:
             Seconds; 0 if the worker is gone.
         """
-        entry = self._router.loads.get(request.decode) if request.decode is not None else None
+        entry = self._view.loads.get(request.decode) if request.decode is not None else None
         if entry is None:
             return 0.0
         return self._needs.more_output_tokens(request) * entry.reserved_step_s()
@@ -156,7 +156,7 @@ class Predictions:
         choice = self._rule.soonest(match, request.num_prefill_tokens, session)
         if choice is None:
             return math.inf
-        speed = self._router.loads.prompt_speed
+        speed = self._view.loads.prompt_speed
         return choice.ttft_s + (waiting_s / speed if speed else 0.0)
 
     def _unmeasured_prefill_s(self, num_tokens: int) -> float:

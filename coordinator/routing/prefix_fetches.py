@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping
 
 from baton.coordinator.routing.choices import Fetch, PrefillChoice
-from baton.coordinator.routing.prefix_match import HeldPrefix, PrefixMatch
-from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import WorkerLoad
+from baton.coordinator.routing.fleet_view import FleetView
+from baton.coordinator.routing.loads.worker_load import WorkerLoad
+from baton.coordinator.routing.prefixes.prefix_match import HeldPrefix, PrefixMatch
 from baton.coordinator.state.requests import PromptHits, WorkerKey
 
 # Number of workers from which a prompt's beginning may be fetched, per choice.
@@ -27,18 +27,18 @@ class PrefixFetches:
     """Fetches between the workers of one fleet.
 
     Args:
-        router: Router of the fleet's workers.
+        view: View of the fleet's workers.
         enabled: Whether workers may fetch at all.
     """
 
-    def __init__(self, router: Router, *, enabled: bool = True) -> None:
-        self._router, self._enabled = router, enabled
+    def __init__(self, view: FleetView, *, enabled: bool = True) -> None:
+        self._view, self._enabled = view, enabled
 
     def sources(self, match: PrefixMatch) -> dict[WorkerKey, HeldPrefix]:
         """Workers that the beginning of a prompt may be fetched from, with what they hold."""
         if not self._enabled:
             return {}
-        loads = self._router.loads
+        loads = self._view.loads
         return match.reported_holders(_NUM_SOURCES, loads.open_prefill | loads.open_decode)
 
     def best(
@@ -58,7 +58,7 @@ class PrefixFetches:
             num_tokens: tokens of the prompt.
             hits: tokens of the prompt that this worker holds.
         """
-        traits, now, transfers = entry.traits, self._router.now, self._router.transfers
+        traits, now, transfers = entry.traits, self._view.now, self._view.transfers
         size, per_token = traits.block_size_tokens, traits.kv_bytes_per_token
         if not per_token or not traits.sends_prefixes:
             return None
@@ -66,7 +66,7 @@ class PrefixFetches:
         best, least = None, math.inf
         for skip, num_own in self._skips(match, entry, hits, usable):
             for key, held in sources.items():
-                holder = self._router.loads.entries[key]
+                holder = self._view.loads.entries[key]
                 most_bytes = min(holder.traits.max_send_bytes, traits.max_receive_bytes)
                 most_tokens = most_bytes // (per_token * size) * size
                 end = min(held.num_total * size, usable, skip + most_tokens)
@@ -127,7 +127,7 @@ class PrefixFetches:
         timeout_s = max(saved_s, 2 * fetch.fetch_s, _LEAST_FETCH_TIMEOUT_S)
         # A part of the fetch pays if its computation takes longer than the fetch.
         share = min(1.0, fetch.fetch_s / saved_s) if saved_s > 0 else 1.0
-        size = self._router.loads.entries[own.worker].traits.block_size_tokens
+        size = self._view.loads.entries[own.worker].traits.block_size_tokens
         least_tokens = num_held + math.ceil((fetch.num_tokens - num_held) * share / size) * size
         return PrefillChoice(
             own.worker,

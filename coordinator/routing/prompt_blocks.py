@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from array import array
 
-from baton.coordinator.routing.prefix_match import PrefixMatch
-from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_traits import block_size_of
+from baton.coordinator.routing.fleet_view import FleetView
+from baton.coordinator.routing.loads.worker_traits import block_size_of
+from baton.coordinator.routing.prefixes.prefix_match import PrefixMatch
 from baton.coordinator.state.requests import Request, Submission
 from baton.coordinator.state.workers import AttachedWorkers
 from baton.runtime.block_hashes import block_hashes, root_of
@@ -19,12 +19,12 @@ class PromptBlocks:
     """Cuts prompts into the blocks of one fleet's workers.
 
     Args:
-        router: Router of the same workers; this class only reads it.
+        view: View of the same workers; this class only reads it.
         workers: Workers of one fleet.
     """
 
-    def __init__(self, router: Router, workers: AttachedWorkers) -> None:
-        self._router, self._workers = router, workers
+    def __init__(self, view: FleetView, workers: AttachedWorkers) -> None:
+        self._view, self._workers = view, workers
 
     def hashes(self, submission: Submission) -> array[int]:
         """The hashes of a prompt's blocks; empty until a worker has reported the block size."""
@@ -59,7 +59,7 @@ class PromptBlocks:
 
     def match(self, request: Request) -> PrefixMatch:
         """The prefix of a request's prompt that each worker holds in its prefix cache."""
-        return self._router.match(self.hashes_of(request))
+        return self._view.match(self.hashes_of(request))
 
     def usable(self, request: Request) -> PrefixMatch:
         """The prefix of a request's prompt that each worker need not compute."""
@@ -67,7 +67,7 @@ class PromptBlocks:
 
     def usable_for(self, submission: Submission, hashes: array[int]) -> PrefixMatch:
         """The prefix of a prompt with these block hashes that each worker need not compute."""
-        return self._router.match(_NO_BLOCKS if submission.computes_whole_prompt else hashes)
+        return self._view.match(_NO_BLOCKS if submission.computes_whole_prompt else hashes)
 
 
 def _keys(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from baton.coordinator.core.core import Core
-from baton.coordinator.routing.latency import KindLatency, WorkerKind
+from baton.coordinator.routing.loads.latency import KindLatency, WorkerKind
 from baton.coordinator.server.admin_cache import CacheCalls
 from baton.coordinator.server.admin_rollout import RolloutCalls
 from baton.coordinator.server.admin_scaling import ScalingCalls

@@ -1,4 +1,4 @@
-"""The choice of workers in elastic cells, on one router."""
+"""The choice of workers in elastic cells, on one view."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from virtual_cell import VirtualCell, WorkerShape
 from worker_choices import elastic_choices
 
 from baton.coordinator.routing.choices import DecodeChoice, NoPlacement, PrefillChoice
-from baton.coordinator.routing.elastic_candidates import Demand, ElasticCandidates, Urgency
+from baton.coordinator.routing.elastic.candidates import Demand, ElasticCandidates, Urgency
+from baton.coordinator.routing.elastic.prompt_demand import PromptDemand
+from baton.coordinator.routing.fleet_view import FleetView
+from baton.coordinator.routing.loads.worker_traits import WorkerTraits
 from baton.coordinator.routing.prefix_fetches import PrefixFetches
-from baton.coordinator.routing.prompt_demand import PromptDemand
-from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_traits import WorkerTraits
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import Pool
@@ -64,22 +64,22 @@ def is_placed(found) -> bool:
 
 
 class Cell:
-    """A router with workers, the choices, and the requests that were placed."""
+    """A view with workers, the choices, and the requests that were placed."""
 
     def __init__(
         self, *workers: str, kv_tokens: int = 65536, itl_s: float = ITL_S, longest_gap: float = 1.2
     ) -> None:
-        self.router = Router(256, 256, StepTargets(itl_s, longest_gap * itl_s, 0.2))
+        self.view = FleetView(256, 256, StepTargets(itl_s, longest_gap * itl_s, 0.2))
         self.prompts = PromptDemand()
-        self.choices = elastic_choices(self.router, prompts=self.prompts)
+        self.choices = elastic_choices(self.view, prompts=self.prompts)
         for name in workers:
             traits = WorkerTraits(FixedLatency(), "h", kv_tokens, BLOCK)
             pool = Pool.PREFILL if name.startswith("prefill") else Pool.DECODE
-            self.router.add_worker(key(name), traits, pool)
+            self.view.add_worker(key(name), traits, pool)
         self._num_placed = 0
 
     def match(self, prompt=()):
-        return self.router.match(block_hashes(list(prompt), BLOCK))
+        return self.view.match(block_hashes(list(prompt), BLOCK))
 
     def place(self, num_tokens: int = 1000, prompt=(), **demand):
         return self.choices.place(self.match(prompt), self.demand(num_tokens, **demand))
@@ -108,18 +108,18 @@ class Cell:
         self._num_placed += 1
         if found.sample is not None:
             self.choices.begins(found.sample)
-        self.router.assign_prefill(name, found.prefill, [], due_at=due_at)
+        self.view.assign_prefill(name, found.prefill, [], due_at=due_at)
         if found.decode is not None:
-            self.router.assign_decode(
+            self.view.assign_decode(
                 name, found.decode, is_interactive=True, num_mean_tokens=num_tokens
             )
         if computed:
-            self.router.first_token(name, found.prefill.worker, found.decode.worker)
-        self.router.check_integrity()
+            self.view.first_token(name, found.prefill.worker, found.decode.worker)
+        self.view.check_integrity()
         return found
 
     def num_decodes(self) -> list[int]:
-        entries = (self.router.loads.get(key(name)) for name in "abcd")
+        entries = (self.view.loads.get(key(name)) for name in "abcd")
         return [entry.num_decodes for entry in entries if entry is not None]
 
 
@@ -127,14 +127,14 @@ def add_decodes(cell: Cell, worker: str, count: int, num_kv_tokens: int = 1000) 
     """Adds interactive outputs with this many KV tokens each to a worker."""
     for number in range(count):
         name, choice = f"{worker}-{number}", DecodeChoice(key(worker), 0.0, num_kv_tokens, 1)
-        cell.router.assign_decode(name, choice, is_interactive=True, num_mean_tokens=num_kv_tokens)
-        cell.router.first_token(name, None, choice.worker)
+        cell.view.assign_decode(name, choice, is_interactive=True, num_mean_tokens=num_kv_tokens)
+        cell.view.first_token(name, None, choice.worker)
 
 
 def add_prompts(cell: Cell, work_s: float, target_s: float, rate: float = 0.01) -> None:
     """Adds the prompts of the last minutes, which came at this rate per second."""
     num_prompts = max(40, round(120 * rate))
-    began_at = cell.router.now - num_prompts / rate
+    began_at = cell.view.now - num_prompts / rate
     for number in range(num_prompts):
         cell.prompts.add(work_s, target_s, began_at + number / rate)
 
@@ -164,10 +164,10 @@ def test_decodes_share_few_workers_for_a_while_after_a_late_prompt():
     add_prompts(cell, 0.02, 1.0)
     for _ in range(MOST_BESIDE_PROMPTS):
         cell.start()
-    cell.prompts.was_late(cell.router.now)
+    cell.prompts.was_late(cell.view.now)
     cell.start()
     assert sorted(cell.num_decodes()) == [0, MOST_BESIDE_PROMPTS + 1]
-    cell.router.now += 60
+    cell.view.now += 60
     cell.start()
     assert sorted(cell.num_decodes()) == [1, MOST_BESIDE_PROMPTS + 1]
 
@@ -189,7 +189,7 @@ def test_a_prompt_beside_decodes_pays_no_base_of_its_own():
     cell = Cell("a")
     alone_s = cell.place().prefill.work_s
     cell.start()
-    speed = cell.router.loads.get(key("a")).prompt_speed
+    speed = cell.view.loads.get(key("a")).prompt_speed
     assert cell.place().prefill.work_s * speed == pytest.approx(alone_s - MODEL.prefill_base_s)
 
 
@@ -249,7 +249,7 @@ def test_a_request_without_a_handoff_goes_where_its_output_keeps_the_itl_target(
     add_decodes(cell, "full", 10)
     prompt = list(range(1600))
     events = cluster_pb2.CacheEvents(stored=block_hashes(prompt, BLOCK))
-    cell.router.apply_cache(key("full"), events)
+    cell.view.apply_cache(key("full"), events)
     match = cell.match(prompt)
     found = cell.choices.place_on_one(match, cell.demand(len(prompt)))
     assert found.prefill.worker == found.decode.worker == key("other")
@@ -282,7 +282,7 @@ def test_a_prefix_hit_outweighs_an_idle_worker():
     cell = Cell("a", "b")
     prompt = list(range(1600))
     events = cluster_pb2.CacheEvents(stored=block_hashes(prompt, BLOCK))
-    cell.router.apply_cache(key("b"), events)
+    cell.view.apply_cache(key("b"), events)
     found = cell.place(len(prompt), prompt)
     assert found.prefill.worker == key("b")
     assert found.prefill.num_work_tokens == BLOCK
@@ -314,11 +314,11 @@ def test_a_late_request_gets_only_a_fast_worker_without_prompts():
 def test_overdue_prompts_are_behind_a_prompt_that_can_be_in_time():
     cell = Cell("a")
     for name in "xyz":
-        cell.router.assign_prefill(name, PrefillChoice(key("a"), 0.0, 0.15, 1500), [], due_at=1)
+        cell.view.assign_prefill(name, PrefillChoice(key("a"), 0.0, 0.15, 1500), [], due_at=1)
     assert cell.place(1600) is BUSY
     for name in "xyz":
-        cell.router.release(name, key("a"), None)
-        cell.router.assign_prefill(name, PrefillChoice(key("a"), 0.0, 0.15, 1500), [], due_at=-1)
+        cell.view.release(name, key("a"), None)
+        cell.view.assign_prefill(name, PrefillChoice(key("a"), 0.0, 0.15, 1500), [], due_at=-1)
     found = cell.place(1600).prefill
     # Up to 100 ms of the step under way are left.
     assert found.work_s < found.ttft_s <= found.work_s + 0.1
@@ -327,9 +327,9 @@ def test_overdue_prompts_are_behind_a_prompt_that_can_be_in_time():
 def test_half_a_step_without_decodes_may_be_left_before_a_shorter_prompt():
     cell = Cell("a")
     choice = PrefillChoice(key("a"), 0.0, 0.5, 5000)
-    cell.router.assign_prefill("long", choice, [])
+    cell.view.assign_prefill("long", choice, [])
     for prompt_step_s in (0.2, 0.1):
-        cell.router.loads.set_step_targets(StepTargets(ITL_S, ITL_S, prompt_step_s))
+        cell.view.loads.set_step_targets(StepTargets(ITL_S, ITL_S, prompt_step_s))
         found = cell.place(100).prefill
         assert found.ttft_s - found.work_s == pytest.approx(prompt_step_s / 2)
 
@@ -347,7 +347,7 @@ def test_an_output_whose_first_token_was_late_keeps_other_late_requests_away():
     cell.start(1500, due_at=-1.0)
     assert cell.place(urgency=Urgency.OVERDUE) is BUSY
     assert is_placed(cell.place())
-    cell.router.release("r0", None, key("a"))
+    cell.view.release("r0", None, key("a"))
     assert is_placed(cell.place(urgency=Urgency.OVERDUE))
 
 
@@ -368,22 +368,22 @@ def test_a_late_prompt_joins_another_where_only_this_worker_holds_its_prefix():
     )
     for name in "ab":
         late = PrefillChoice(key(name), 0.0, 0.1, 1000)
-        cell.router.assign_prefill(f"late-{name}", late, [], due_at=-1.0)
+        cell.view.assign_prefill(f"late-{name}", late, [], due_at=-1.0)
     assert cell.place(len(prompt), prompt, urgency=Urgency.OVERDUE) is BUSY
-    cell.router.add_worker(
+    cell.view.add_worker(
         key("c"),
         WorkerTraits(FixedLatency(), "h", 65536, BLOCK, host_kv_tokens=4096),
         Pool.PREFILL,
     )
-    cell.router.apply_cache(key("c"), events)
+    cell.view.apply_cache(key("c"), events)
     late = PrefillChoice(key("c"), 0.0, 0.1, 1000)
-    cell.router.assign_prefill("late-c", late, [], due_at=-1.0)
+    cell.view.assign_prefill("late-c", late, [], due_at=-1.0)
     assert cell.place(len(prompt), prompt, urgency=Urgency.OVERDUE).prefill.worker == key("c")
     # It holds less than a quarter of this prompt.
     assert cell.place(6400, list(range(6400)), urgency=Urgency.OVERDUE) is BUSY
     # A prefix that many workers hold, such as a system prompt, is no reason to go to any of them.
     for name in "ab":
-        cell.router.apply_cache(key(name), cluster_pb2.CacheEvents(stored=events.stored))
+        cell.view.apply_cache(key(name), cluster_pb2.CacheEvents(stored=events.stored))
     assert cell.place(len(prompt), prompt, urgency=Urgency.OVERDUE) is BUSY
 
 
@@ -402,7 +402,7 @@ def test_outputs_that_wait_for_long_prompts_take_no_further_worker(
     add_decodes(cell, "a", MOST // 2)
     for number in range(MOST // 2):
         choice = DecodeChoice(key("a"), 0.0, 1000, 1)
-        cell.router.assign_decode(f"waits {number}", choice, num_mean_tokens=1000)
+        cell.view.assign_decode(f"waits {number}", choice, num_mean_tokens=1000)
     demand = {"num_mean_tokens": 3000 + num_output_tokens // 2, "due_in_s": due_in_s}
     assert cell.place(3000, **demand).decode.worker == key("b")
     for _ in range(200):
@@ -416,7 +416,7 @@ def test_questions_change_no_later_answer():
     add_prompts(cell, 0.02, 1.0)
     add_decodes(cell, "a", MOST_BESIDE_PROMPTS - 1)
     # The other worker has prompts for more than one step.
-    cell.router.assign_prefill("p", PrefillChoice(key("b"), 0.15, 0.15, 1500), [])
+    cell.view.assign_prefill("p", PrefillChoice(key("b"), 0.15, 0.15, 1500), [])
     questions = (
         {"num_tokens": 10, "due_in_s": 5.0},
         {"num_tokens": 3000, "num_mean_tokens": 3015, "due_in_s": 0.7, "urgency": Urgency.OVERDUE},
@@ -432,7 +432,7 @@ def test_prompts_take_longer_once_a_worker_decodes():
     """Their work was predicted for a worker that decodes nothing."""
     cell = Cell("a")
     cell.start(3000, computed=False)
-    load = cell.router.loads.get(key("a"))
+    load = cell.view.loads.get(key("a"))
     alone_s = load.queued_s(0.0) * load.prompt_speed
     for _ in range(4):
         cell.start(16, computed=False, urgency=Urgency.CONTINUES)
@@ -447,7 +447,7 @@ def test_the_work_of_prompts_is_that_of_a_worker_without_decodes():
     for _ in range(MOST):
         cell.start(16, urgency=Urgency.CONTINUES)
     cell.start(3000, computed=False)
-    load = cell.router.loads.get(key("a"))
+    load = cell.view.loads.get(key("a"))
     assert load.work_s(0.0) == pytest.approx(0.3, rel=0.05)
     assert load.queued_s(0.0) > 2 * load.work_s(0.0)
 
@@ -490,7 +490,7 @@ def test_an_output_stays_where_its_prompt_is_read_if_a_handoff_might_cost_its_ta
 
 def test_a_large_cell_is_divided_into_groups_that_share_the_load():
     cell = Cell(*(f"w{number}" for number in range(80)))
-    candidates = ElasticCandidates(cell.router, PrefixFetches(cell.router))
+    candidates = ElasticCandidates(cell.view, PrefixFetches(cell.view))
     assert len(candidates.compared(cell.match(), None)) == 27
     decoders = {cell.start().decode.worker for _ in range(3 * MOST_BESIDE_PROMPTS)}
     # Each group packs its outputs on one worker.
@@ -499,15 +499,15 @@ def test_a_large_cell_is_divided_into_groups_that_share_the_load():
     events = cluster_pb2.CacheEvents(stored=block_hashes(prompt, BLOCK))
     for worker in (key(f"w{number}") for number in range(80)):
         if worker not in decoders:
-            cell.router.apply_cache(worker, events)
+            cell.view.apply_cache(worker, events)
             assert cell.place(len(prompt), prompt).prefill.worker == worker
-            cell.router.apply_cache(worker, cluster_pb2.CacheEvents(reset=True))
+            cell.view.apply_cache(worker, cluster_pb2.CacheEvents(reset=True))
 
 
 def test_room_is_found_outside_the_group_with_the_fewest_requests():
     names = [f"w{number}" for number in range(40)]
     cell = Cell(*names, kv_tokens=4000)
-    loads = cell.router.loads
+    loads = cell.view.loads
     full = [entry.key[0] for entry in loads.least_loaded_group()]
     for name in names:
         # One long output on each worker of a group, or two short ones.
@@ -537,7 +537,7 @@ def test_a_request_waits_for_room_only_where_it_would_begin_sooner(full_queue_s,
     for name, work_s in (("full", full_queue_s), ("other", queue_s)):
         if work_s:
             choice = PrefillChoice(key(name), work_s, work_s, 100)
-            cell.router.assign_prefill(f"prompt-{name}", choice, [])
+            cell.view.assign_prefill(f"prompt-{name}", choice, [])
     # The prompt takes three times as long beside an output.
     assert cell.place(3000) is expected
 
@@ -668,10 +668,8 @@ def test_a_short_prompt_goes_where_it_delays_fewer_long_ones():
     # Two long prompts wait on the first worker, and one on the second.
     cell.start(8000, computed=False, num_output_tokens=0)
     cell.start(9000, computed=False, num_output_tokens=0)
-    busiest = cell.router.loads.get(key("prefill-0"))
-    cell.router.assign_prefill(
-        "other", PrefillChoice(busiest.key, 0.6, 0.6, 6000, PromptHits()), []
-    )
+    busiest = cell.view.loads.get(key("prefill-0"))
+    cell.view.assign_prefill("other", PrefillChoice(busiest.key, 0.6, 0.6, 6000, PromptHits()), [])
     found = cell.place(1000, num_output_tokens=0)
     assert found.prefill.worker == key("prefill-1")
 
@@ -680,9 +678,9 @@ def test_prompts_that_share_a_step_add_its_base_once():
     cell = Cell("prefill-0")
     for _ in range(10):
         cell.start(20, computed=False, num_output_tokens=0)
-    load = cell.router.loads.get(key("prefill-0"))
+    load = cell.view.loads.get(key("prefill-0"))
     # Each prompt alone takes 22 ms, of which the step's base is 20 ms.
-    assert load.queued_s(cell.router.now) < 10 * 0.022 / 2
+    assert load.queued_s(cell.view.now) < 10 * 0.022 / 2
 
 
 def test_a_short_prompt_does_not_wait_for_the_steps_of_streams():
@@ -690,7 +688,7 @@ def test_a_short_prompt_does_not_wait_for_the_steps_of_streams():
     decoder = cell.start(16).decode.worker
     other = next(worker for worker in (key("a"), key("b")) if worker != decoder)
     # The decoder has no prompts, and needs less time for the prompt itself than for a step.
-    cell.router.assign_prefill("ahead", PrefillChoice(other, 0.02, 0.02, 16, PromptHits()), [])
+    cell.view.assign_prefill("ahead", PrefillChoice(other, 0.02, 0.02, 16, PromptHits()), [])
     assert cell.place(16).prefill.worker == other
 
 
@@ -714,7 +712,7 @@ def test_overdue_prompts_share_no_steps_with_a_new_one():
     cell = Cell("prefill-0")
     for number in range(3):
         overdue = PrefillChoice(key("prefill-0"), 0.0, 0.0, 100, PromptHits())
-        cell.router.assign_prefill(f"r{number}", overdue, [])
+        cell.view.assign_prefill(f"r{number}", overdue, [])
     found = cell.place(200, num_output_tokens=0)
     assert found.prefill.work_s == pytest.approx(MODEL.prefill_s(200))
 
@@ -725,7 +723,7 @@ def test_a_batch_request_without_a_handoff_does_not_count_on_parked_outputs():
     add_decodes(cell, "b", 3, 500)
     for number in range(9):
         choice = DecodeChoice(key("b"), 0.0, 500, 1)
-        cell.router.assign_decode(
+        cell.view.assign_decode(
             f"batch{number}", choice, is_interactive=False, can_be_parked=True, num_mean_tokens=500
         )
     demand = cell.demand(500, is_batch=True, urgency=Urgency.OVERDUE)

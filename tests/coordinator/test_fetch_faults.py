@@ -46,12 +46,12 @@ def world(new_world):
     for tier in TIERS:
         keep(world, HOLDER, tier)
     busy = PrefillChoice((HOLDER, 1), 0.0, 9.0, 10)
-    router_of(world).assign_prefill("busy", busy, [])
+    view_of(world).assign_prefill("busy", busy, [])
     return world
 
 
-def router_of(world):
-    return world.core.placers.of(world.core.fleets.stable).router
+def view_of(world):
+    return world.core.placers.of(world.core.fleets.stable).view
 
 
 def keep(world, worker, tier):
@@ -61,8 +61,8 @@ def keep(world, worker, tier):
 
 def holders(world):
     """IDs of the workers that the coordinator would fetch the prompt from."""
-    router = router_of(world)
-    found = PrefixFetches(router).sources(router.match(block_hashes(LONG, BLOCK)))
+    view = view_of(world)
+    found = PrefixFetches(view).sources(view.match(block_hashes(LONG, BLOCK)))
     return {key[0] for key in found}
 
 
@@ -138,11 +138,11 @@ def test_nothing_of_the_victim_is_left(world, out, state, victim, how):
     assert bool(told[reader]) == (victim == "holder" and state == "asked")
     assert bool(told[HOLDER]) == (victim == "reader" and state == "asked")
     finish(world, out, to)
-    router = router_of(world)
+    view = view_of(world)
     for name in {HOLDER, READER, OTHER} - {dead}:
-        load = router.loads.get((name, 1))
+        load = view.loads.get((name, 1))
         assert (load.num_prefills, load.num_decodes) == (1 if name == HOLDER else 0, 0)
-    router.check_integrity()
+    view.check_integrity()
     assert not world.core.num_requests
 
 
@@ -157,10 +157,10 @@ def test_a_silent_holder_is_asked_again_when_it_is_back(world, out):
 
 def test_one_stopped_holder_does_not_make_the_network_slow(world, out):
     """A fetch whose time is over measures its own pair, if others have been measured."""
-    router = router_of(world)
+    view = view_of(world)
     pair, others = ((HOLDER, 1), (READER, 1)), ((OTHER, 1), (READER, 1))
-    router.transfers.observe(others, 10**9, 0.1, near=True)
-    router.transfers.observe_timeout(pair, 10**9, 5.0, near=True)
-    assert router.transfers.seconds(pair, 10**9, near=True) == pytest.approx(10.0)
+    view.transfers.observe(others, 10**9, 0.1, near=True)
+    view.transfers.observe_timeout(pair, 10**9, 5.0, near=True)
+    assert view.transfers.seconds(pair, 10**9, near=True) == pytest.approx(10.0)
     unmeasured = ((OTHER, 1), (HOLDER, 1))
-    assert router.transfers.seconds(unmeasured, 10**9, near=True) == pytest.approx(0.1)
+    assert view.transfers.seconds(unmeasured, 10**9, near=True) == pytest.approx(0.1)

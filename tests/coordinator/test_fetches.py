@@ -10,10 +10,10 @@ import pytest
 from worker_choices import elastic_choices, pool_choices
 
 from baton.coordinator.routing.choices import NoPlacement, PrefillChoice
-from baton.coordinator.routing.elastic_candidates import Demand
-from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.transfers import Transfers
-from baton.coordinator.routing.worker_traits import WorkerTraits
+from baton.coordinator.routing.elastic.candidates import Demand
+from baton.coordinator.routing.fleet_view import FleetView
+from baton.coordinator.routing.loads.worker_traits import WorkerTraits
+from baton.coordinator.routing.speeds.transfers import Transfers
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import Request
@@ -41,14 +41,14 @@ class Fixed:
     decode_step_s = staticmethod(MODEL.decode_step_s)
 
 
-def router(*names: str, **changes) -> Router:
+def view(*names: str, **changes) -> FleetView:
     values = {
         "kv_bytes_per_token": 100_000,
         "host_kv_tokens": 65536,
         "host_bytes_per_s": 1e10,
         **changes,
     }
-    found = Router(256, 256, StepTargets(0.05, 0.06, 0.2))
+    found = FleetView(256, 256, StepTargets(0.05, 0.06, 0.2))
     for name in names:
         found.add_worker(
             (name, 1), WorkerTraits(Fixed(), name, 65536, BLOCK, **values), Pool.PREFILL
@@ -56,19 +56,19 @@ def router(*names: str, **changes) -> Router:
     return found
 
 
-def holds(found: Router, name: str, num_blocks: int, tier: int = DEVICE) -> None:
+def holds(found: FleetView, name: str, num_blocks: int, tier: int = DEVICE) -> None:
     hashes = block_hashes(PROMPT, BLOCK)[:num_blocks]
     found.apply_cache((name, 1), cluster_pb2.CacheEvents(stored=hashes, tier=tier))
 
 
-def queue(found: Router, name: str, seconds: float, number: int = 1) -> None:
+def queue(found: FleetView, name: str, seconds: float, number: int = 1) -> None:
     for index in range(number):
         # Short prompts go first.
         choice = PrefillChoice((name, 1), 0.0, seconds, 10)
         found.assign_prefill(f"{name}{index}", choice, [])
 
 
-def both(found: Router) -> list[PrefillChoice]:
+def both(found: FleetView) -> list[PrefillChoice]:
     """The readers that the two kinds of cells choose."""
     match = found.match(block_hashes(PROMPT, BLOCK))
     placed = elastic_choices(found).place(match, DEMAND)
@@ -78,7 +78,7 @@ def both(found: Router) -> list[PrefillChoice]:
 
 @pytest.mark.parametrize("tier", [DEVICE, HOST])
 def test_a_busy_worker_s_prefix_is_fetched_by_an_idle_one(tier):
-    found = router("a", "b")
+    found = view("a", "b")
     holds(found, "b", 150, tier)
     queue(found, "b", 5.0, 4)
     for choice in both(found):
@@ -95,7 +95,7 @@ def test_a_busy_worker_s_prefix_is_fetched_by_an_idle_one(tier):
 
 
 def test_the_holder_itself_is_preferred_while_it_is_idle():
-    found = router("a", "b")
+    found = view("a", "b")
     holds(found, "b", 150)
     for choice in both(found):
         assert (choice.worker, choice.fetch) == (B, None)
@@ -103,7 +103,7 @@ def test_the_holder_itself_is_preferred_while_it_is_idle():
 
 @pytest.mark.parametrize("num_held", [0, 50])
 def test_the_least_that_is_worth_sending_takes_longer_to_compute_than_to_fetch(num_held):
-    found = router("a", "b")
+    found = view("a", "b")
     holds(found, "a", num_held, HOST)
     holds(found, "b", 150)
     queue(found, "b", 5.0, 4)
@@ -116,7 +116,7 @@ def test_the_least_that_is_worth_sending_takes_longer_to_compute_than_to_fetch(n
 
 
 def test_the_reader_s_own_blocks_are_not_fetched():
-    found = router("a", "b")
+    found = view("a", "b")
     holds(found, "a", 50)
     holds(found, "b", 150)
     queue(found, "b", 5.0, 4)
@@ -126,7 +126,7 @@ def test_the_reader_s_own_blocks_are_not_fetched():
 
 
 def test_the_reader_s_blocks_in_host_memory_are_loaded_beside_the_fetch():
-    found = router("a", "b")
+    found = view("a", "b")
     holds(found, "a", 20)
     holds(found, "a", 50, HOST)
     holds(found, "b", 150)
@@ -141,7 +141,7 @@ def test_the_reader_s_blocks_in_host_memory_are_loaded_beside_the_fetch():
 
 @pytest.mark.parametrize("changes", [{"host_bytes_per_s": 1e8}, {"disk_kv_tokens": 65536}])
 def test_the_reader_s_blocks_are_fetched_where_its_own_load_takes_longer(changes):
-    found = router("a", "b", **changes)
+    found = view("a", "b", **changes)
     holds(found, "a", 50, DISK if "disk_kv_tokens" in changes else HOST)
     holds(found, "b", 150)
     queue(found, "b", 5.0, 4)
@@ -151,7 +151,7 @@ def test_the_reader_s_blocks_are_fetched_where_its_own_load_takes_longer(changes
 
 
 def test_nothing_is_fetched_if_workers_keep_windows_or_states():
-    found = router("a", "b", sends_prefixes=False)
+    found = view("a", "b", sends_prefixes=False)
     holds(found, "b", 150)
     queue(found, "b", 5.0, 4)
     for choice in both(found):
@@ -159,7 +159,7 @@ def test_nothing_is_fetched_if_workers_keep_windows_or_states():
 
 
 def test_nothing_is_fetched_that_takes_longer_than_computing_it():
-    found = router("a", "b")
+    found = view("a", "b")
     holds(found, "b", 150)
     queue(found, "b", 5.0, 4)
     found.transfers.observe((B, A), 10**9, 100.0, near=False)
@@ -168,7 +168,7 @@ def test_nothing_is_fetched_that_takes_longer_than_computing_it():
 
 
 def test_a_fetch_is_not_larger_than_the_staging_of_either_side():
-    found = router("a", "b", max_send_bytes=100_000 * 1000)
+    found = view("a", "b", max_send_bytes=100_000 * 1000)
     holds(found, "b", 150)
     queue(found, "b", 5.0, 4)
     for choice in both(found):
@@ -176,7 +176,7 @@ def test_a_fetch_is_not_larger_than_the_staging_of_either_side():
 
 
 def test_two_tokens_are_left_to_compute():
-    found = router("a", "b")
+    found = view("a", "b")
     holds(found, "b", 200)
     queue(found, "b", 5.0, 4)
     for choice in both(found):
@@ -184,7 +184,7 @@ def test_two_tokens_are_left_to_compute():
 
 
 def test_a_prefix_that_a_worker_only_expects_is_not_fetched_from_it():
-    found = router("a", "b")
+    found = view("a", "b")
     queued = PrefillChoice(B, 0.0, 2.0, 20000)
     found.assign_prefill("other", queued, block_hashes(PROMPT, BLOCK)[:150])
     for choice in both(found):
@@ -192,7 +192,7 @@ def test_a_prefix_that_a_worker_only_expects_is_not_fetched_from_it():
 
 
 def test_a_holder_that_gets_no_work_sends_nothing():
-    found = router("a", "b")
+    found = view("a", "b")
     holds(found, "b", 150)
     found.loads.set_pool(B, None)
     for choice in both(found):
@@ -200,7 +200,7 @@ def test_a_holder_that_gets_no_work_sends_nothing():
 
 
 def test_a_holder_sends_one_prefix_after_the_other():
-    found = router("a", "b", "c")
+    found = view("a", "b", "c")
     holds(found, "b", 150)
     found.transfers.observe((B, A), 10**9, 0.1, near=False)
     queue(found, "b", 5.0, 4)
@@ -298,12 +298,12 @@ def cell(new_world, **changes):
         world.attach(name, common_pb2.ROLE_PREFILL)
     keep(world, "h", SIZE)
     # The holder's queue is long, so that the prompt is computed elsewhere.
-    router_of(world).assign_prefill("other", PrefillChoice(("h", 1), 0.0, 9.0, 10), [])
+    view_of(world).assign_prefill("other", PrefillChoice(("h", 1), 0.0, 9.0, 10), [])
     return world
 
 
-def router_of(world):
-    return world.core.placers.of(world.core.fleets.stable).router
+def view_of(world):
+    return world.core.placers.of(world.core.fleets.stable).view
 
 
 def keep(world, worker, num_tokens):
@@ -358,7 +358,7 @@ def test_a_holder_that_lacks_blocks_shows_how_fast_the_rest_came(new_world, out)
     read = world.commands["r"][0]
     report(world, "h", read.fetch, COMMITTED, num_bytes=2**17, exposed_us=1000)
     first_output(world, out, "r", num_fetched_tokens=512)
-    took_s = router_of(world).transfers.seconds((("h", 1), ("r", 1)), 2**17, near=True)
+    took_s = view_of(world).transfers.seconds((("h", 1), ("r", 1)), 2**17, near=True)
     assert took_s == pytest.approx(0.001)
     assert world.core.stats.fetches == {"loaded": 1, "failed": 0}
     assert world.core.stats.prompt_tokens["fetched"] == 512
@@ -376,7 +376,7 @@ def test_a_fetch_that_has_ended_keeps_no_request_and_still_shows_its_speed(new_w
     requests = [one for one in gc.get_objects() if type(one) is Request]
     assert not [one for one in requests if one.fleet in fleets]
     report(world, "h", read.fetch, COMMITTED, num_bytes=2**17, exposed_us=1000)
-    took_s = router_of(world).transfers.seconds((("h", 1), ("r", 1)), 2**17, near=True)
+    took_s = view_of(world).transfers.seconds((("h", 1), ("r", 1)), 2**17, near=True)
     assert took_s == pytest.approx(0.001)
     report(world, "r", read.fetch, FAILED)
     assert world.core.stats.handoffs.total() == 0
@@ -471,7 +471,7 @@ def test_a_slow_worker_is_asked_less(new_world, out):
     first_output(world, out, "r")
     assert world.commands["h"][1].handoff_id == read.fetch.handoff_id
     num_bytes = 10**9
-    took_s = router_of(world).transfers.seconds((("h", 1), ("r", 1)), num_bytes, near=True)
+    took_s = view_of(world).transfers.seconds((("h", 1), ("r", 1)), num_bytes, near=True)
     timeout_s = to_seconds(read.fetch.timeout)
     assert took_s == pytest.approx(2 * timeout_s / (SIZE * 256) * num_bytes)
 

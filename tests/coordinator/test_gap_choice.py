@@ -66,7 +66,7 @@ class Cell:
         core = self.world.core
         told = from_message(core.step_targets())
         (fleet,) = core.fleets
-        placed_by = core.placers.of(fleet).router.loads.step_targets
+        placed_by = core.placers.of(fleet).view.loads.step_targets
         if placed_by is not None:
             assert told.longest_gap_s == pytest.approx(placed_by.longest_gap_s)
         return round(told.longest_gap_s * 1e3, 6)

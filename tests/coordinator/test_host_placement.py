@@ -6,11 +6,11 @@ import pytest
 from worker_choices import elastic_choices, pool_choices
 
 from baton.coordinator.routing.choices import PrefillChoice
-from baton.coordinator.routing.elastic_candidates import Demand
-from baton.coordinator.routing.prefix_match import HeldPrefix
-from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import WorkerLoad
-from baton.coordinator.routing.worker_traits import WorkerTraits
+from baton.coordinator.routing.elastic.candidates import Demand
+from baton.coordinator.routing.fleet_view import FleetView
+from baton.coordinator.routing.loads.worker_load import WorkerLoad
+from baton.coordinator.routing.loads.worker_traits import WorkerTraits
+from baton.coordinator.routing.prefixes.prefix_match import HeldPrefix
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import PromptHits
@@ -54,14 +54,14 @@ def load_of(kind: WorkerTraits) -> WorkerLoad:
     return WorkerLoad(("a", 1), kind, 1)
 
 
-def router(*names: str, **changes) -> Router:
-    found = Router(256, 256, StepTargets(0.05, 0.06, 0.2))
+def view(*names: str, **changes) -> FleetView:
+    found = FleetView(256, 256, StepTargets(0.05, 0.06, 0.2))
     for name in names:
         found.add_worker((name, 1), traits(**changes), Pool.PREFILL)
     return found
 
 
-def holds(found: Router, name: str, num_blocks: int, tier: int, begin: int = 0) -> None:
+def holds(found: FleetView, name: str, num_blocks: int, tier: int, begin: int = 0) -> None:
     hashes = block_hashes(PROMPT, BLOCK)[begin:num_blocks]
     found.apply_cache((name, 1), cluster_pb2.CacheEvents(stored=hashes, tier=tier))
 
@@ -89,7 +89,7 @@ def test_blocks_on_disk_take_longer_than_those_in_host_memory():
     assert load.prompt_s(100, PromptHits(32, 16, 32), 0.0) == pytest.approx(
         MODEL.prefill_s(20) + load.tier_load_s(PromptHits(0, 16, 32), 0.0)
     )
-    found = router("a", "b", "c", disk_bytes_per_s=1e9)
+    found = view("a", "b", "c", disk_bytes_per_s=1e9)
     holds(found, "b", 150, cluster_pb2.CACHE_TIER_DISK)
     holds(found, "c", 150, cluster_pb2.CACHE_TIER_HOST)
     match = found.match(block_hashes(PROMPT, BLOCK))
@@ -98,7 +98,7 @@ def test_blocks_on_disk_take_longer_than_those_in_host_memory():
 
 @pytest.mark.parametrize("tier", _TIERS)
 def test_a_worker_that_holds_the_prefix_in_any_tier_is_preferred(tier):
-    found = router("a", "b", "c")
+    found = view("a", "b", "c")
     holds(found, "b", 150, tier)
     match = found.match(block_hashes(PROMPT, BLOCK))
     choice = pool_choices(found, fetches=False).choose_prefill(match, len(PROMPT))
@@ -112,7 +112,7 @@ def test_a_worker_that_holds_the_prefix_in_any_tier_is_preferred(tier):
 
 
 def test_blocks_on_the_device_are_preferred_to_blocks_in_host_memory():
-    found = router("a", "b", "c")
+    found = view("a", "b", "c")
     holds(found, "a", 150, cluster_pb2.CACHE_TIER_HOST)
     holds(found, "b", 150, cluster_pb2.CACHE_TIER_UNSPECIFIED)
     holds(found, "c", 150, cluster_pb2.CACHE_TIER_HOST)
@@ -123,7 +123,7 @@ def test_blocks_on_the_device_are_preferred_to_blocks_in_host_memory():
 
 
 def test_a_slow_load_is_not_preferred_to_computing():
-    found = router("a", "b", host_bytes_per_s=1e8)
+    found = view("a", "b", host_bytes_per_s=1e8)
     holds(found, "b", 150, cluster_pb2.CACHE_TIER_HOST)
     match = found.match(block_hashes(PROMPT, BLOCK))
     placed = elastic_choices(found, fetches=False).place(match, DEMAND)
@@ -132,7 +132,7 @@ def test_a_slow_load_is_not_preferred_to_computing():
 
 @pytest.mark.parametrize("tier", [cluster_pb2.CACHE_TIER_HOST, cluster_pb2.CACHE_TIER_DISK])
 def test_a_worker_whose_loads_were_slow_gets_no_prompt_that_needs_one(tier):
-    found = router("a", "b")
+    found = view("a", "b")
     choices = elastic_choices(found, fetches=False)
     holds(found, "b", 150, tier)
     match = found.match(block_hashes(PROMPT, BLOCK))
@@ -145,14 +145,14 @@ def test_a_worker_whose_loads_were_slow_gets_no_prompt_that_needs_one(tier):
 
 
 def test_a_tier_that_the_coordinator_does_not_know_is_ignored():
-    found = router("a")
+    found = view("a")
     holds(found, "a", 150, 6)
     assert found.match(block_hashes(PROMPT, BLOCK)).held_by(("a", 1)) == HeldPrefix(0, 0)
 
 
 @pytest.mark.parametrize("num_queued", [0, 1, 8, 20])
 def test_a_host_hit_is_left_when_the_queue_is_longer_than_what_it_saves(num_queued):
-    found = router("a", "b")
+    found = view("a", "b")
     holds(found, "b", 150, cluster_pb2.CACHE_TIER_HOST)
     queued = PrefillChoice(("b", 1), 0.0, 0.1, 800)
     for number in range(num_queued):

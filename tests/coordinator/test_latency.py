@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from baton.coordinator.routing.latency import LatencyRegistry, WorkerKind
+from baton.coordinator.routing.loads.latency import LatencyRegistry, WorkerKind
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.fleets import Fleets
 from baton.coordinator.state.workers import Worker

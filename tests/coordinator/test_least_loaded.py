@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.coordinator.routing.least_loaded import LeastLoaded
+from baton.coordinator.routing.loads.least_loaded import LeastLoaded
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.none() | st.integers(0, 9))))

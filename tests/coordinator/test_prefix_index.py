@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.coordinator.routing.prefix_index import PrefixIndex
+from baton.coordinator.routing.prefixes.prefix_index import PrefixIndex
 from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.block_hashes import block_hashes
 

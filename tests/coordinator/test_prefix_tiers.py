@@ -7,8 +7,8 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.coordinator.routing.prefix_index import PrefixIndex, Tier
-from baton.coordinator.routing.prefix_match import MAX_TESTED_BLOCKS, HeldPrefix
+from baton.coordinator.routing.prefixes.prefix_index import PrefixIndex, Tier
+from baton.coordinator.routing.prefixes.prefix_match import MAX_TESTED_BLOCKS, HeldPrefix
 from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.block_hashes import block_hashes
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from baton.coordinator.routing.prompt_queue import PromptQueue, QueuedPrompt
+from baton.coordinator.routing.loads.prompt_queue import PromptQueue, QueuedPrompt
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import StreamKey
 from baton.runtime import errors

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from worker_choices import pool_choices
 
 from baton.coordinator.routing.choices import DecodeChoice, PrefillChoice
+from baton.coordinator.routing.fleet_view import FleetView
+from baton.coordinator.routing.loads.worker_load import NO_QUEUE_LIMIT, QueueLimit
+from baton.coordinator.routing.loads.worker_traits import WorkerTraits
 from baton.coordinator.routing.request_needs import DecodeNeeds
-from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import NO_QUEUE_LIMIT, QueueLimit
-from baton.coordinator.routing.worker_traits import WorkerTraits
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import SessionKey, WorkerKey
 from baton.runtime.block_hashes import block_hashes
@@ -40,12 +40,12 @@ def key(name: str) -> WorkerKey:
 
 
 class Cluster:
-    """A router and its requests, from the choice to the first token."""
+    """A view and its requests, from the choice to the first token."""
 
     def __init__(self, *prefill: str, max_requests: int = 256) -> None:
-        self.router = Router(max_requests, max_requests)
+        self.view = FleetView(max_requests, max_requests)
         for name in prefill:
-            self.router.add_worker(key(name), traits(), Pool.PREFILL)
+            self.view.add_worker(key(name), traits(), Pool.PREFILL)
         self.prompts: dict[str, tuple[WorkerKey, list[int]]] = {}
 
     def send(
@@ -53,22 +53,22 @@ class Cluster:
     ) -> PrefillChoice:
         session = SessionKey(tenant, session_id) if session_id else None
         hashes = block_hashes(prompt, BLOCK)
-        match = self.router.match(hashes)
-        choice = pool_choices(self.router).choose_prefill(match, len(prompt), session)
+        match = self.view.match(hashes)
+        choice = pool_choices(self.view).choose_prefill(match, len(prompt), session)
         assert choice is not None
-        self.router.assign_prefill(request, choice, hashes, session)
+        self.view.assign_prefill(request, choice, hashes, session)
         self.prompts[request] = choice.worker, prompt
-        self.router.check_integrity()
+        self.view.check_integrity()
         return choice
 
     def done(self, request: str) -> None:
         """The request's worker reports the blocks, then the first token."""
         worker, prompt = self.prompts.pop(request)
         events = cluster_pb2.CacheEvents(stored=block_hashes(prompt, BLOCK))
-        self.router.apply_cache(worker, events)
-        self.router.first_token(request, worker, None)
-        self.router.release(request, worker, None)
-        self.router.check_integrity()
+        self.view.apply_cache(worker, events)
+        self.view.first_token(request, worker, None)
+        self.view.release(request, worker, None)
+        self.view.check_integrity()
 
 
 def prompt(seed: int, length: int = 320) -> list[int]:
@@ -108,8 +108,8 @@ def test_what_is_expected_gives_way_to_what_the_worker_reports() -> None:
     cluster = Cluster("a", "b")
     worker = cluster.send("1", prompt(1)).worker
     # The worker computed the prompt and evicted it at once.
-    cluster.router.first_token("1", worker, None)
-    cluster.router.check_integrity()
+    cluster.view.first_token("1", worker, None)
+    cluster.view.check_integrity()
     assert cluster.send("2", prompt(1)).hits.num_device == 0
 
 
@@ -118,7 +118,7 @@ def test_a_cleared_cache_counts_for_nothing() -> None:
     cluster.send("1", prompt(1))
     cluster.done("1")
     kept = block_hashes(prompt(1), BLOCK)[:3]
-    cluster.router.apply_cache(key("a"), cluster_pb2.CacheEvents(reset=True, stored=kept))
+    cluster.view.apply_cache(key("a"), cluster_pb2.CacheEvents(reset=True, stored=kept))
     assert cluster.send("2", prompt(1)).hits.num_device == 48
 
 
@@ -147,7 +147,7 @@ def test_a_session_stays_where_equals_hold_its_prefix() -> None:
     cluster = Cluster(*names)
     hashes = block_hashes(prompt(1), BLOCK)
     for name in names:
-        cluster.router.index.stored(key(name), hashes)
+        cluster.view.index.stored(key(name), hashes)
     first = cluster.send("0", prompt(1), "chat").worker
     cluster.done("0")
     for number in range(1, 10):
@@ -160,7 +160,7 @@ def test_equal_session_ids_of_two_tenants_are_two_sessions() -> None:
     cluster = Cluster(*names)
     hashes = block_hashes(prompt(1), BLOCK)
     for name in names:
-        cluster.router.index.stored(key(name), hashes)
+        cluster.view.index.stored(key(name), hashes)
     workers = {}
     for tenant in ("a", "b"):
         # While the first session's worker is busy, the second one gets another.
@@ -168,7 +168,7 @@ def test_equal_session_ids_of_two_tenants_are_two_sessions() -> None:
     assert workers["a"] != workers["b"]
     for tenant in workers:
         cluster.done(tenant)
-    cluster.router.forget_session(SessionKey("a", "chat"))
+    cluster.view.forget_session(SessionKey("a", "chat"))
     assert cluster.send("again", prompt(1), "chat", "b").worker == workers["b"]
 
 
@@ -179,132 +179,132 @@ def test_a_session_leaves_a_worker_that_has_too_much_to_do() -> None:
     # Saving the prefill of 304 tokens is worth a wait of 0.5 s, but not of a minute.
     for queued_s, stays in ((0.5, True), (60.0, False)):
         queued = PrefillChoice(first, queued_s, queued_s, 1)
-        cluster.router.assign_prefill("queued", queued, [])
+        cluster.view.assign_prefill("queued", queued, [])
         second = cluster.send("1", prompt(1), "chat").worker
         assert (second == first) == stays
-        cluster.router.release("1", second, None)
-        cluster.router.release("queued", first, None)
+        cluster.view.release("1", second, None)
+        cluster.view.release("queued", first, None)
 
 
 def test_full_gone_and_paused_workers_get_nothing() -> None:
     cluster = Cluster("a", "b", "c", max_requests=1)
-    router = cluster.router
-    router.remove_worker(key("a"))
-    router.loads.set_pool(key("b"), None)
+    view = cluster.view
+    view.remove_worker(key("a"))
+    view.loads.set_pool(key("b"), None)
     assert cluster.send("1", prompt(1)).worker == key("c")
-    assert router.loads.idlest_prefill() is None
+    assert view.loads.idlest_prefill() is None
     hashes = block_hashes(prompt(1), BLOCK)
-    assert pool_choices(router).choose_prefill(router.match(hashes), 320) is None
+    assert pool_choices(view).choose_prefill(view.match(hashes), 320) is None
     cluster.done("1")
-    assert router.loads.idlest_prefill().queued_s(router.now) == 0.0
-    router.loads.set_pool(key("b"), Pool.PREFILL)
+    assert view.loads.idlest_prefill().queued_s(view.now) == 0.0
+    view.loads.set_pool(key("b"), Pool.PREFILL)
     cluster.send("2", prompt(1))
     assert cluster.send("3", prompt(1)).worker == key("b")
-    router.remove_worker(key("b"))
-    router.release("3", key("b"), None)
-    router.check_integrity()
+    view.remove_worker(key("b"))
+    view.release("3", key("b"), None)
+    view.check_integrity()
 
 
 # ---- Decode.
 
 
-def decode_router(*workers: tuple[str, WorkerTraits], max_requests: int = 256) -> Router:
-    router = Router(max_requests, max_requests)
+def decode_view(*workers: tuple[str, WorkerTraits], max_requests: int = 256) -> FleetView:
+    view = FleetView(max_requests, max_requests)
     for name, one in workers:
-        router.add_worker(key(name), one, Pool.DECODE)
-    return router
+        view.add_worker(key(name), one, Pool.DECODE)
+    return view
 
 
 def decode(
-    router: Router,
+    view: FleetView,
     request: str,
     tokens: list[int],
     output: int = 100,
     prefill: WorkerKey | None = None,
     **more: object,
 ) -> DecodeChoice | None:
-    match, needs = router.match(block_hashes(tokens, BLOCK)), DecodeNeeds(len(tokens), output)
-    choice = pool_choices(router).choose_decode(match, needs._replace(**more), prefill=prefill)
+    match, needs = view.match(block_hashes(tokens, BLOCK)), DecodeNeeds(len(tokens), output)
+    choice = pool_choices(view).choose_decode(match, needs._replace(**more), prefill=prefill)
     if choice is not None:
-        router.assign_decode(request, choice)
-        router.check_integrity()
+        view.assign_decode(request, choice)
+        view.check_integrity()
     return choice
 
 
 def test_decodes_go_where_a_step_takes_least() -> None:
-    router = decode_router(*((name, traits()) for name in "abc"))
-    load = Counter(decode(router, str(number), prompt(number)).worker for number in range(30))
+    view = decode_view(*((name, traits()) for name in "abc"))
+    load = Counter(decode(view, str(number), prompt(number)).worker for number in range(30))
     assert set(load.values()) == {10}
-    choice = decode(router, "more", prompt(99))
+    choice = decode(view, "more", prompt(99))
     assert choice is not None
     assert choice.step_s == pytest.approx(MODEL.decode_step_s(11, 0))
 
 
-def interactive(router: Router, request: str) -> WorkerKey:
-    choice = pool_choices(router).choose_decode(router.match([]), DecodeNeeds(320, 100))
+def interactive(view: FleetView, request: str) -> WorkerKey:
+    choice = pool_choices(view).choose_decode(view.match([]), DecodeNeeds(320, 100))
     assert choice is not None
-    router.assign_decode(request, choice, is_interactive=True)
+    view.assign_decode(request, choice, is_interactive=True)
     return choice.worker
 
 
-def batch(router: Router, request: str, max_itl_s: float = 0.0145) -> WorkerKey | None:
+def batch(view: FleetView, request: str, max_itl_s: float = 0.0145) -> WorkerKey | None:
     needs = DecodeNeeds(320, 100, max_itl_s, is_batch=True)
-    choice = pool_choices(router).choose_decode(router.match([]), needs)
+    choice = pool_choices(view).choose_decode(view.match([]), needs)
     if choice is None:
         return None
-    router.assign_decode(request, choice)
-    router.check_integrity()
+    view.assign_decode(request, choice)
+    view.check_integrity()
     return choice.worker
 
 
 def test_outputs_that_yield_leave_workers_idle_for_interactive_ones() -> None:
     """On an idle worker, an interactive request does not wait for the end of a running step."""
-    router = decode_router(*((name, traits()) for name in "abcd"))
-    taken = {interactive(router, "u1"), interactive(router, "u2")}
-    together = batch(router, "0")
+    view = decode_view(*((name, traits()) for name in "abcd"))
+    taken = {interactive(view, "u1"), interactive(view, "u2")}
+    together = batch(view, "0")
     assert together not in taken
     # A step takes 10 ms plus 1 ms per request, and may take at most 14.5 ms.
-    assert {batch(router, str(number)) for number in range(1, 4)} == {together}
+    assert {batch(view, str(number)) for number in range(1, 4)} == {together}
     idle = {key(name) for name in "abcd"} - taken - {together}
-    assert {interactive(router, "u3")} == idle
+    assert {interactive(view, "u3")} == idle
     # The other batch requests' worker is full, so the request joins the fastest worker.
-    assert batch(router, "4") not in {together, None}
+    assert batch(view, "4") not in {together, None}
     for number in range(4):
-        router.release(str(number), None, together)
-    assert interactive(router, "u4") == together
+        view.release(str(number), None, together)
+    assert interactive(view, "u4") == together
 
 
 def test_outputs_that_yield_spread_where_there_is_nobody_to_yield_to() -> None:
-    router = decode_router(*((name, traits()) for name in "abcd"))
-    load = Counter(batch(router, str(number)) for number in range(8))
+    view = decode_view(*((name, traits()) for name in "abcd"))
+    load = Counter(batch(view, str(number)) for number in range(8))
     assert set(load.values()) == {2}
 
 
 def test_outputs_that_yield_do_not_crowd_interactive_ones_to_stay_together() -> None:
-    router = decode_router(("a", traits()))
-    interactive(router, "u1")
-    first = batch(router, "0")
-    router.add_worker(key("b"), traits(), Pool.DECODE)
+    view = decode_view(("a", traits()))
+    interactive(view, "u1")
+    first = batch(view, "0")
+    view.add_worker(key("b"), traits(), Pool.DECODE)
     # A step of 13 ms would be more than 1.15 times as long as 11 ms on the other worker.
     assert first == key("a")
-    assert {batch(router, str(number)) for number in range(1, 4)} == {key("b")}
+    assert {batch(view, str(number)) for number in range(1, 4)} == {key("b")}
 
 
 def test_a_decode_worker_that_holds_the_prefix_is_worth_the_transfer_saved() -> None:
     heavy = traits(kv_bytes_per_token=10**6)
-    router = decode_router(*((name, heavy) for name in "abcdef"))
-    router.add_worker(key("p"), heavy, Pool.PREFILL)
-    router.index.stored(key("d"), block_hashes(prompt(1), BLOCK))
-    choice = decode(router, "1", prompt(1), prefill=key("p"))
+    view = decode_view(*((name, heavy) for name in "abcdef"))
+    view.add_worker(key("p"), heavy, Pool.PREFILL)
+    view.index.stored(key("d"), block_hashes(prompt(1), BLOCK))
+    choice = decode(view, "1", prompt(1), prefill=key("p"))
     assert choice is not None
     assert (choice.worker, choice.hits.num_device) == (key("d"), 320)
 
 
 def test_of_equals_the_prefill_workers_own_host_decodes() -> None:
     hosts = {f"d{number}": traits(f"h{number}", kv_bytes_per_token=1000) for number in range(8)}
-    router = decode_router(*hosts.items())
-    router.add_worker(key("p"), hosts["d5"], Pool.PREFILL)
-    choice = decode(router, "1", prompt(1), prefill=key("p"))
+    view = decode_view(*hosts.items())
+    view.add_worker(key("p"), hosts["d5"], Pool.PREFILL)
+    choice = decode(view, "1", prompt(1), prefill=key("p"))
     assert choice is not None
     assert choice.worker == key("d5")
 
@@ -312,33 +312,33 @@ def test_of_equals_the_prefill_workers_own_host_decodes() -> None:
 @pytest.mark.parametrize("slow", ["d1", "d2"])
 def test_a_worker_to_which_handoffs_are_slow_is_avoided(slow: str) -> None:
     # The least loaded worker and the one with most room are compared.
-    router = decode_router(
+    view = decode_view(
         ("d1", traits("d1", kv_bytes_per_token=10**6)),
         ("d2", traits("d2", kv_tokens=131072, kv_bytes_per_token=10**6)),
     )
-    router.add_worker(key("p"), traits("p", kv_bytes_per_token=10**6), Pool.PREFILL)
+    view.add_worker(key("p"), traits("p", kv_bytes_per_token=10**6), Pool.PREFILL)
     for name in ("d1", "d2"):
         seconds = 60.0 if name == slow else 0.1
-        router.transfers.observe((key("p"), key(name)), 10**9, seconds, near=False)
+        view.transfers.observe((key("p"), key(name)), 10**9, seconds, near=False)
     needs = DecodeNeeds(320, 100)
-    choice = pool_choices(router).choose_decode(router.match([]), needs, prefill=key("p"))
+    choice = pool_choices(view).choose_decode(view.match([]), needs, prefill=key("p"))
     assert choice is not None
     assert choice.worker != key(slow)
 
 
 def test_a_move_counts_the_measured_speed_to_its_new_worker() -> None:
     heavy = {name: traits(name, kv_bytes_per_token=10**6) for name in ("d1", "d2", "d3")}
-    router = decode_router(*heavy.items())
+    view = decode_view(*heavy.items())
 
     def sent_s(to: str) -> float:
-        choice = pool_choices(router).by_handoff(key("d1"), key(to), 321)
+        choice = pool_choices(view).by_handoff(key("d1"), key(to), 321)
         return choice.ttft_s - choice.work_s
 
     # Before the first transfer between hosts, 1 GB/s are assumed.
     assert sent_s("d2") == pytest.approx(0.321)
-    router.transfers.observe((key("d1"), key("d2")), 10**9, 10.0, near=False)
+    view.transfers.observe((key("d1"), key("d2")), 10**9, 10.0, near=False)
     assert sent_s("d2") == pytest.approx(3.21)
-    router.transfers.observe((key("d1"), key("d3")), 10**9, 0.1, near=False)
+    view.transfers.observe((key("d1"), key("d3")), 10**9, 0.1, near=False)
     assert sent_s("d3") == pytest.approx(0.0321)
 
 
@@ -346,68 +346,68 @@ def test_a_move_counts_the_measured_speed_to_its_new_worker() -> None:
 def test_a_move_computes_the_tokens_that_the_engine_takes_from_no_cache(
     computes_all, num_tokens
 ) -> None:
-    router = decode_router(*((name, traits(name)) for name in ("d1", "d2")))
-    choice = pool_choices(router).by_handoff(key("d1"), key("d2"), 321, computes_all=computes_all)
+    view = decode_view(*((name, traits(name)) for name in ("d1", "d2")))
+    choice = pool_choices(view).by_handoff(key("d1"), key("d2"), 321, computes_all=computes_all)
     assert choice.num_work_tokens == num_tokens
     assert choice.hits.num_tokens == 321 - num_tokens
 
 
 def test_room_is_kept_for_prompt_and_expected_output() -> None:
-    router = decode_router(("small", traits(kv_tokens=640)), ("large", traits(kv_tokens=1280)))
+    view = decode_view(("small", traits(kv_tokens=640)), ("large", traits(kv_tokens=1280)))
     wanted = prompt(1, 500)
     # A request of 500 + 100 tokens needs 38 blocks of 16 tokens.
-    placed = [decode(router, str(number), wanted) for number in range(4)]
+    placed = [decode(view, str(number), wanted) for number in range(4)]
     assert Counter(one.worker for one in placed if one) == {key("small"): 1, key("large"): 2}
     assert placed[3] is None
     assert placed[0] is not None
-    router.release("0", None, placed[0].worker)
-    assert decode(router, "4", wanted) is not None
-    assert decode(router, "5", wanted) is None
-    assert decode(router, "6", prompt(2, 16), output=1) is not None
+    view.release("0", None, placed[0].worker)
+    assert decode(view, "4", wanted) is not None
+    assert decode(view, "5", wanted) is None
+    assert decode(view, "6", prompt(2, 16), output=1) is not None
 
 
 def test_outputs_that_outgrow_what_was_expected_take_room() -> None:
-    router = decode_router(("a", traits(kv_tokens=1600)))
-    assert decode(router, "1", prompt(1, 400), output=16) is not None
-    assert decode(router, "under way", prompt(2, 400), output=16) is not None
-    assert not router.outgrows("1", key("a"), 416)
-    assert router.outgrows("1", key("a"), 417)
+    view = decode_view(("a", traits(kv_tokens=1600)))
+    assert decode(view, "1", prompt(1, 400), output=16) is not None
+    assert decode(view, "under way", prompt(2, 400), output=16) is not None
+    assert not view.outgrows("1", key("a"), 416)
+    assert view.outgrows("1", key("a"), 417)
     for num_tokens, num_free in ((417, 752), (400, 752), (1000, 176)):
-        router.grow("1", key("a"), num_tokens)
-        router.check_integrity()
-        assert router.loads.get(key("a")).free_tokens == num_free
-    assert decode(router, "3", prompt(3, 200), output=16) is None
-    router.release("1", None, key("a"))
-    assert router.loads.get(key("a")).free_tokens == 1184
-    assert not router.outgrows("1", key("a"), 1001)
+        view.grow("1", key("a"), num_tokens)
+        view.check_integrity()
+        assert view.loads.get(key("a")).free_tokens == num_free
+    assert decode(view, "3", prompt(3, 200), output=16) is None
+    view.release("1", None, key("a"))
+    assert view.loads.get(key("a")).free_tokens == 1184
+    assert not view.outgrows("1", key("a"), 1001)
 
 
 def test_what_a_worker_holds_of_what_is_assigned_to_it_counts_once() -> None:
     """Also before the first token, with a partly loaded handoff or a locally computed prompt."""
-    router = decode_router(("a", traits(kv_tokens=1600)))
-    assert decode(router, "1", prompt(1, 400), output=16) is not None
-    router.first_token("1", None, key("a"))
-    assert decode(router, "under way", prompt(2, 400), output=16) is not None
-    router.report_kv(key("a"), 400 + 384)
-    assert router.loads.get(key("a")).free_tokens == 1600 - 2 * 416
-    assert decode(router, "3", prompt(3, 600), output=16) is not None
+    view = decode_view(("a", traits(kv_tokens=1600)))
+    assert decode(view, "1", prompt(1, 400), output=16) is not None
+    view.first_token("1", None, key("a"))
+    assert decode(view, "under way", prompt(2, 400), output=16) is not None
+    view.report_kv(key("a"), 400 + 384)
+    assert view.loads.get(key("a")).free_tokens == 1600 - 2 * 416
+    assert decode(view, "3", prompt(3, 600), output=16) is not None
     # Tokens beyond the reservations belong to requests of an earlier coordinator.
-    router.report_kv(key("a"), 1500)
-    router.check_integrity()
-    assert router.loads.get(key("a")).free_tokens == 100
+    view.report_kv(key("a"), 1500)
+    view.check_integrity()
+    assert view.loads.get(key("a")).free_tokens == 100
 
 
 def test_decodes_per_worker_are_limited() -> None:
-    router = decode_router(("a", traits()), ("b", traits()), max_requests=2)
-    placed = [decode(router, str(number), prompt(number)) for number in range(5)]
+    view = decode_view(("a", traits()), ("b", traits()), max_requests=2)
+    placed = [decode(view, str(number), prompt(number)) for number in range(5)]
     assert Counter(one.worker for one in placed if one) == {key("a"): 2, key("b"): 2}
     assert placed[4] is None
 
 
 def test_a_prompt_computed_where_it_is_decoded_goes_to_its_prefix() -> None:
-    router = decode_router(*((name, traits()) for name in "abcdef"))
-    router.index.stored(key("e"), block_hashes(prompt(1), BLOCK))
-    choice = decode(router, "1", prompt(1), output=10)
+    view = decode_view(*((name, traits()) for name in "abcdef"))
+    view.index.stored(key("e"), block_hashes(prompt(1), BLOCK))
+    choice = decode(view, "1", prompt(1), output=10)
     assert choice is not None
     assert choice.worker == key("e")
 
@@ -427,8 +427,8 @@ _STEPS = st.lists(
 
 @given(_STEPS)
 def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -> None:
-    router = Router(3, 4)
-    choices = pool_choices(router)
+    view = FleetView(3, 4)
+    choices = pool_choices(view)
     names = [f"w{number}" for number in range(4)]
     # The workers that each request was assigned to.
     requests: list[tuple[str, WorkerKey, WorkerKey]] = []
@@ -436,35 +436,35 @@ def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -
     grown: set[str] = set()
     for count, (kind, number, length) in enumerate(steps):
         worker = key(names[number % 4])
-        if kind == "add" and router.loads.get(worker) is None:
-            router.add_worker(worker, traits(kv_tokens=256), list(Pool)[number % 2])
+        if kind == "add" and view.loads.get(worker) is None:
+            view.add_worker(worker, traits(kv_tokens=256), list(Pool)[number % 2])
         elif kind == "remove":
-            router.remove_worker(worker)
-        elif kind == "pause" and router.loads.get(worker) is not None:
-            router.loads.set_pool(worker, None)
+            view.remove_worker(worker)
+        elif kind == "pause" and view.loads.get(worker) is not None:
+            view.loads.set_pool(worker, None)
         elif kind == "send":
             hashes = block_hashes(prompt(number, length), BLOCK)
-            match = router.match(hashes)
+            match = view.match(hashes)
             first = choices.choose_prefill(match, length, f"s{number}")
             needs = DecodeNeeds(length, 20, session=SessionKey("a", f"s{number}"))
             second = choices.choose_decode(match, needs)
             if first is not None and second is not None:
-                router.assign_prefill(str(count), first, hashes, f"s{number}")
-                router.assign_decode(str(count), second, f"s{number}")
+                view.assign_prefill(str(count), first, hashes, f"s{number}")
+                view.assign_decode(str(count), second, f"s{number}")
                 requests.append((str(count), first.worker, second.worker))
         elif kind == "grow" and number < len(requests):
             request, _, decoder = requests[number]
-            if router.outgrows(request, decoder, length):
+            if view.outgrows(request, decoder, length):
                 grown.add(request)
-                router.grow(request, decoder, length)
-                assert not router.outgrows(request, decoder, length)
+                view.grow(request, decoder, length)
+                assert not view.outgrows(request, decoder, length)
         elif kind in ("first", "release") and number < len(requests):
-            (router.first_token if kind == "first" else router.release)(*requests[number])
-        router.check_integrity()
+            (view.first_token if kind == "first" else view.release)(*requests[number])
+        view.check_integrity()
         for name in names:
-            entry = router.loads.get(key(name))
+            entry = view.loads.get(key(name))
             assert entry is None or entry.free_tokens >= 0 or grown
-        match = router.match(block_hashes(prompt(number, 64), BLOCK))
+        match = view.match(block_hashes(prompt(number, 64), BLOCK))
         for limit in (
             QueueLimit(0.01, predicts_progress=False),
             QueueLimit(0.04, predicts_progress=True),
@@ -473,16 +473,16 @@ def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -
             is_placed = choices.choose_prefill(match, 64, "s0", limit) is not None
             assert is_placed == choices.takes_prompt(match, "s0", limit)
     for request in requests:
-        router.release(*request)
+        view.release(*request)
     for name in names:
-        if (entry := router.loads.get(key(name))) is not None:
-            assert (entry.num_prefills, entry.num_decodes, entry.queued_s(router.now)) == (
+        if (entry := view.loads.get(key(name))) is not None:
+            assert (entry.num_prefills, entry.num_decodes, entry.queued_s(view.now)) == (
                 0,
                 0,
                 0.0,
             )
             assert entry.free_tokens == entry.traits.kv_tokens
-    router.check_integrity()
+    view.check_integrity()
 
 
 # ---- A real trace.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.coordinator.routing.prefix_index import Tier
-from baton.coordinator.routing.tier_speeds import TierSpeeds
+from baton.coordinator.routing.prefixes.prefix_index import Tier
+from baton.coordinator.routing.speeds.tier_speeds import TierSpeeds
 from baton.coordinator.state import events as ev
 from baton.v1 import cluster_pb2, common_pb2
 

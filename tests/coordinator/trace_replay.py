@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from worker_choices import pool_choices
 
-from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_traits import WorkerTraits
+from baton.coordinator.routing.fleet_view import FleetView
+from baton.coordinator.routing.loads.worker_traits import WorkerTraits
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.block_hashes import block_hashes
@@ -115,13 +115,13 @@ def replay(
     num_blocks: int,
     latency: LatencyModel,
 ) -> Outcome:
-    """Outcome with the router, whose workers compute their prompts one after another.
+    """Outcome with the view, whose workers compute their prompts one after another.
 
     Args:
         num_blocks: Blocks of each worker's cache; changes are reported at the end of a prompt.
     """
-    router, outcome = Router(len(trace), 1), Outcome()
-    choices = pool_choices(router)
+    view, outcome = FleetView(len(trace), 1), Outcome()
+    choices = pool_choices(view)
     workers = [(f"w{number}", 1) for number in range(num_workers)]
     caches = {worker: LruCache(num_blocks) for worker in workers}
     queues: dict[WorkerKey, deque[int]] = {worker: deque() for worker in workers}
@@ -129,7 +129,7 @@ def replay(
     outcome.work_s = dict.fromkeys(workers, 0.0)
     traits = WorkerTraits(latency, "host", num_blocks * BLOCK_TOKENS, BLOCK_TOKENS)
     for worker in workers:
-        router.add_worker(worker, traits, Pool.PREFILL)
+        view.add_worker(worker, traits, Pool.PREFILL)
     # (seconds, order, worker that has finished a prompt; None: a request arrives)
     events: list[tuple[float, int, WorkerKey | None]] = [
         (request.arrival_s, number, None) for number, request in enumerate(trace)
@@ -148,20 +148,20 @@ def replay(
         now, number, worker = heapq.heappop(events)
         request = trace[number]
         if worker is None:
-            match = router.match(request.hashes)
+            match = view.match(request.hashes)
             choice = choices.choose_prefill(match, request.num_tokens)
             assert choice is not None
-            router.assign_prefill(str(number), choice, request.hashes)
+            view.assign_prefill(str(number), choice, request.hashes)
             queues[choice.worker].append(number)
             if choice.worker not in running:
                 start(choice.worker, now)
             continue
         stored, removed = caches[worker].store(request.hashes)
-        router.index.removed(worker, removed)
-        router.index.stored(worker, stored)
-        router.release(str(number), worker, None)
+        view.index.removed(worker, removed)
+        view.index.stored(worker, stored)
+        view.release(str(number), worker, None)
         del running[worker]
         if queues[worker]:
             start(worker, now)
-    router.check_integrity()
+    view.check_integrity()
     return outcome

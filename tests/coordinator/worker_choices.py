@@ -1,22 +1,22 @@
-"""The choices of workers for the workers of one router."""
+"""The choices of workers for the workers of one view."""
 
 from __future__ import annotations
 
-from baton.coordinator.routing.cache_fills import CacheFills
-from baton.coordinator.routing.elastic_candidates import ElasticCandidates
-from baton.coordinator.routing.elastic_choices import ElasticChoices
-from baton.coordinator.routing.pool_choices import PoolChoices
+from baton.coordinator.routing.elastic.cache_fills import CacheFills
+from baton.coordinator.routing.elastic.candidates import ElasticCandidates
+from baton.coordinator.routing.elastic.choices import ElasticChoices
+from baton.coordinator.routing.elastic.prompt_demand import PromptDemand
+from baton.coordinator.routing.fleet_view import FleetView
 from baton.coordinator.routing.prefix_fetches import PrefixFetches
-from baton.coordinator.routing.prompt_demand import PromptDemand
-from baton.coordinator.routing.router import Router
+from baton.coordinator.routing.strict.pool_choices import PoolChoices
 
 
-def pool_choices(router: Router, *, fetches: bool = True) -> PoolChoices:
-    return PoolChoices(router, PrefixFetches(router, enabled=fetches))
+def pool_choices(view: FleetView, *, fetches: bool = True) -> PoolChoices:
+    return PoolChoices(view, PrefixFetches(view, enabled=fetches))
 
 
 def elastic_choices(
-    router: Router, *, fetches: bool = True, prompts: PromptDemand | None = None
+    view: FleetView, *, fetches: bool = True, prompts: PromptDemand | None = None
 ) -> ElasticChoices:
-    candidates = ElasticCandidates(router, PrefixFetches(router, enabled=fetches))
-    return ElasticChoices(router, candidates, prompts or PromptDemand(), CacheFills())
+    candidates = ElasticCandidates(view, PrefixFetches(view, enabled=fetches))
+    return ElasticChoices(view, candidates, prompts or PromptDemand(), CacheFills())

@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton.coordinator.routing.prefix_index import Tier
-from baton.coordinator.routing.tier_speeds import TierSpeeds
+from baton.coordinator.routing.prefixes.prefix_index import Tier
+from baton.coordinator.routing.speeds.tier_speeds import TierSpeeds
 from baton.kvtransfer.connector.load_counts import LoadCounts
 from baton.kvtransfer.layout import KvLayout
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.cli.main import app
-from baton.coordinator.routing.prefix_index import Tier
+from baton.coordinator.routing.prefixes.prefix_index import Tier
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import scaling_config

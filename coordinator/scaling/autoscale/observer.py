@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 from baton.coordinator.lanes.lanes import Lanes
-from baton.coordinator.routing.latency import LatencyRegistry, WorkerKind
+from baton.coordinator.routing.loads.latency import LatencyRegistry, WorkerKind
+from baton.coordinator.routing.loads.worker_load import WorkerLoad
 from baton.coordinator.routing.placers import Placers
-from baton.coordinator.routing.worker_load import WorkerLoad
 from baton.coordinator.scaling.autoscale.types import (
     DecodeLoad,
     LaneLoad,
@@ -176,7 +176,7 @@ class Observer:
             num_without_targets = num_decodes - sum(
                 entry.decodes.num_interactive for entry in loads
             )
-        router = self._placers.of(self._workers.fleets.stable).router
+        view = self._placers.of(self._workers.fleets.stable).view
         steps = [
             (model, step)
             for worker in workers
@@ -210,7 +210,7 @@ class Observer:
             num_in_prefill=num_decodes - sum(entry.decodes.num_arrived for entry in loads),
             reserved_tokens=sum(entry.decodes.reserved_tokens for entry in loads),
             kv_tokens=min((entry.traits.kv_tokens for entry in loads), default=0),
-            most_requests=min(map(router.loads.most_decodes, loads), default=0),
+            most_requests=min(map(view.loads.most_decodes, loads), default=0),
             itl_s=_percentile(gaps, percentile) if gaps else None,
             itl_predicted_s=_percentile(predicted, percentile) if predicted else None,
         )

@@ -1,25 +1,25 @@
 """The placement rule of an elastic cell: any worker may compute a prompt and decode its output.
 
-elastic_choices.py explains how the workers are chosen.
+choices.py explains how the workers are chosen.
 """
 
 from __future__ import annotations
 
 import math
 
-from baton.coordinator.routing.cache_fills import CacheFills
 from baton.coordinator.routing.choices import NoPlacement, Placement, PrefillChoice
-from baton.coordinator.routing.elastic_candidates import Demand, ElasticCandidates, Urgency
-from baton.coordinator.routing.elastic_choices import ElasticChoices
-from baton.coordinator.routing.elastic_prefill_choices import AHEAD_S
+from baton.coordinator.routing.elastic.cache_fills import CacheFills
+from baton.coordinator.routing.elastic.candidates import Demand, ElasticCandidates, Urgency
+from baton.coordinator.routing.elastic.choices import ElasticChoices
+from baton.coordinator.routing.elastic.prefill_choices import AHEAD_S
+from baton.coordinator.routing.elastic.prompt_demand import PromptDemand
+from baton.coordinator.routing.fleet_view import FleetView
 from baton.coordinator.routing.handoffs import Handoffs
+from baton.coordinator.routing.loads.worker_load import WorkerLoad
 from baton.coordinator.routing.prefix_fetches import PrefixFetches
-from baton.coordinator.routing.prefix_match import PrefixMatch
+from baton.coordinator.routing.prefixes.prefix_match import PrefixMatch
 from baton.coordinator.routing.prompt_blocks import PromptBlocks
-from baton.coordinator.routing.prompt_demand import PromptDemand
 from baton.coordinator.routing.request_needs import RequestNeeds
-from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import WorkerLoad
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.lanes import lane_config
 from baton.coordinator.state.requests import Request, RequestState, SessionKey
@@ -40,7 +40,7 @@ class ElasticRule:
 
     Args:
         config: Limits and targets.
-        router: Router of one fleet's workers, with step targets.
+        view: View of one fleet's workers, with step targets.
         prompts: Block hashes of prompts.
         needs: Needs of the fleet's requests.
         handoffs: Handoffs between these workers.
@@ -52,19 +52,19 @@ class ElasticRule:
     def __init__(
         self,
         config: CoreConfig,
-        router: Router,
+        view: FleetView,
         prompts: PromptBlocks,
         needs: RequestNeeds,
         handoffs: Handoffs,
         fetches: PrefixFetches,
         prompt_times: RecentValues[float],
     ) -> None:
-        self._lanes, self._router, self._prompts = config.lanes, router, prompts
+        self._lanes, self._view, self._prompts = config.lanes, view, prompts
         self._needs, self._handoffs, self._prompt_times = needs, handoffs, prompt_times
         self._prompt_demand, self._cache_fills = PromptDemand(), CacheFills()
-        self._candidates = ElasticCandidates(router, fetches)
+        self._candidates = ElasticCandidates(view, fetches)
         self._choices = ElasticChoices(
-            router, self._candidates, self._prompt_demand, self._cache_fills
+            view, self._candidates, self._prompt_demand, self._cache_fills
         )
 
     def place(self, request: Request) -> Placement | NoPlacement:
@@ -98,15 +98,15 @@ class ElasticRule:
             self._choices.begins(placement.sample)
         if request.submission.lane == _BATCH:
             return
-        entry = self._router.loads.entries[placement.prefill.worker]
+        entry = self._view.loads.entries[placement.prefill.worker]
         prompt_s = entry.traits.latency.model.chunk_s(0, placement.prefill.num_work_tokens)
         self._prompt_times.add(prompt_s)
         target_s = request.first_token_due_at - request.submitted_at
-        self._prompt_demand.add(prompt_s, target_s, self._router.now)
+        self._prompt_demand.add(prompt_s, target_s, self._view.now)
 
     def becomes_late(self, request: Request) -> None:
         """Learns that prompts cannot all be in time; see PlacementRule."""
-        self._prompt_demand.was_late(self._router.now)
+        self._prompt_demand.was_late(self._view.now)
 
     def _count_stored(self, request: Request, placement: Placement) -> None:
         """Counts the tokens that a request stores in the caches of its workers."""
@@ -118,20 +118,16 @@ class ElasticRule:
                 num_tokens += decode.num_tokens - decode.hits.num_device
             stored[decode.worker] = stored.get(decode.worker, 0) + num_tokens
         for worker, num_tokens in stored.items():
-            cache_tokens = self._router.loads.entries[worker].traits.kv_tokens
-            self._cache_fills.add(worker, num_tokens, cache_tokens, self._router.now)
+            cache_tokens = self._view.loads.entries[worker].traits.kv_tokens
+            self._cache_fills.add(worker, num_tokens, cache_tokens, self._view.now)
 
     def room_at(self, request: Request) -> float:
         """Predicts when a worker's prompts are nearly computed; see PlacementRule."""
-        if self._router.loads.idlest_prefill() is None:
+        if self._view.loads.idlest_prefill() is None:
             return math.inf
         found = self._candidates.compared(self._prompts.usable(request), None)
         times = [entry.free_at - AHEAD_S for entry, _ in found]
-        return min((at for at in times if at > self._router.now), default=math.inf)
-
-    def takes_prompt(self, request: Request) -> bool:
-        """Whether only room for an output is lacking: a prompt needs the same room."""
-        return True
+        return min((at for at in times if at > self._view.now), default=math.inf)
 
     def is_crowded(self, entry: WorkerLoad) -> bool:
         """Whether mean steps exceed the limit by which decode workers are chosen."""
@@ -158,7 +154,7 @@ class ElasticRule:
     @property
     def _itl_target_s(self) -> float:
         """ITL target of interactive requests in seconds; infinite: there is none."""
-        targets = self._router.loads.step_targets
+        targets = self._view.loads.step_targets
         return math.inf if targets is None or targets.itl_s is None else targets.itl_s
 
     def _demand(self, request: Request) -> Demand:
@@ -168,7 +164,7 @@ class ElasticRule:
             num_tokens=request.num_tokens,
             num_output_tokens=0 if ends_with_first else self._needs.more_output_tokens(request),
             num_mean_tokens=self._needs.mean_tokens(request),
-            due_in_s=request.first_token_due_at - self._router.now,
+            due_in_s=request.first_token_due_at - self._view.now,
             itl_s=self._itl_target_s,
             urgency=self._urgency(request),
             # A request that lost its worker does not go behind others: `max_recovery_s` may end
@@ -189,7 +185,7 @@ class ElasticRule:
         if request.token_ids and not is_batch:
             return Urgency.CONTINUES
         longest_s = lane_config(self._lanes, submission.lane).max_queue_s
-        if self._router.now - request.state_since > _MUST_PLACE_SHARE[lane] * longest_s:
+        if self._view.now - request.state_since > _MUST_PLACE_SHARE[lane] * longest_s:
             return Urgency.OVERDUE
         if request.is_late:
             return Urgency.LATE

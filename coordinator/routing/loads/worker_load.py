@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from baton.coordinator.routing.decode_set import DecodeSet
-from baton.coordinator.routing.prefix_index import Tier
-from baton.coordinator.routing.prompt_queue import PromptQueue, QueuedPrompt
-from baton.coordinator.routing.tier_speeds import TierSpeeds
-from baton.coordinator.routing.worker_traits import WorkerTraits
+from baton.coordinator.routing.loads.decode_set import DecodeSet
+from baton.coordinator.routing.loads.prompt_queue import PromptQueue, QueuedPrompt
+from baton.coordinator.routing.loads.worker_traits import WorkerTraits
+from baton.coordinator.routing.prefixes.prefix_index import Tier
+from baton.coordinator.routing.speeds.tier_speeds import TierSpeeds
 from baton.coordinator.state.requests import PromptHits, WorkerKey
 from baton.runtime.step_budget import StepTargets, Streams, prompt_share_alone, prompt_speed
 

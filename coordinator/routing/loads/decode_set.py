@@ -76,7 +76,7 @@ class DecodeSet:
         can_be_parked: bool = False,
         num_mean_tokens: int | None = None,
     ) -> None:
-        """Adds a decode; see `Router.assign_decode` for the arguments."""
+        """Adds a decode; see `FleetView.assign_decode` for the arguments."""
         assert request_id not in self._decodes
         if num_mean_tokens is None:
             num_mean_tokens = num_kv_tokens

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from itertools import islice
 from typing import TypeAlias
 
-from baton.coordinator.routing.mean_speed import LEAST_BYTES, MeanSpeed, with_latest
+from baton.coordinator.routing.speeds.mean_speed import LEAST_BYTES, MeanSpeed, with_latest
 from baton.coordinator.state.requests import WorkerKey
 
 Pair: TypeAlias = tuple[WorkerKey, WorkerKey]

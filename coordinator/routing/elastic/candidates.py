@@ -1,6 +1,6 @@
 """The workers that a placement in an elastic cell compares, with what it predicts of each.
 
-elastic_choices.py explains how the workers are chosen.
+choices.py explains how the workers are chosen.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from heapq import nsmallest
 from typing import NamedTuple
 
 from baton.coordinator.routing.choices import PrefillChoice
+from baton.coordinator.routing.fleet_view import FleetView
+from baton.coordinator.routing.loads.worker_load import WorkerLoad
 from baton.coordinator.routing.prefix_fetches import PrefixFetches
-from baton.coordinator.routing.prefix_match import NUM_HOLDERS, HeldPrefix, PrefixMatch
-from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import WorkerLoad
+from baton.coordinator.routing.prefixes.prefix_match import NUM_HOLDERS, HeldPrefix, PrefixMatch
 from baton.coordinator.state.requests import SessionKey, WorkerKey
 from baton.runtime.step_budget import StepTargets
 
@@ -132,12 +132,12 @@ class ElasticCandidates:
     """Finds the workers of one fleet that are compared, and predicts them as prefill workers.
 
     Args:
-        router: Router of the fleet's workers, with step targets.
+        view: View of the fleet's workers, with step targets.
         fetches: Fetches between these workers.
     """
 
-    def __init__(self, router: Router, fetches: PrefixFetches) -> None:
-        self._router, self._fetches = router, fetches
+    def __init__(self, view: FleetView, fetches: PrefixFetches) -> None:
+        self._view, self._fetches = view, fetches
 
     def compared(
         self, match: PrefixMatch, session: SessionKey | None
@@ -149,11 +149,11 @@ class ElasticCandidates:
             prefixes, the session's last workers, and the workers with most KV room and with the
             shortest prefill queue. With each, the prefix that it holds.
         """
-        loads = self._router.loads
+        loads = self._view.loads
         group = loads.least_loaded_group()
         found = {entry.key: entry for entry in group if loads.pool(entry.key) is not None}
         if loads.num_groups > 1:
-            last = self._router.last_of(session)
+            last = self._view.last_of(session)
             holders = match.holders(NUM_HOLDERS, loads.open_prefill | loads.open_decode)
             # The group with the fewest requests may have no room, if its requests are long.
             emptiest, idlest = loads.by_room.least(), loads.by_queue.least()
@@ -188,9 +188,9 @@ class ElasticCandidates:
     def _prefill(self, load: WorkerLoad, held: HeldPrefix, demand: Demand) -> PrefillChoice:
         hits = load.traits.hits(held, load.traits.reusable_tokens(demand.num_tokens))
         num_new = demand.num_tokens - hits.num_tokens
-        work_s = load.prompt_work_s(num_new, self._router.now)
-        load_s = load.tier_load_s(hits, self._router.now)
-        wait_s = ahead_s(self._router, load, num_new, demand) + load_s
+        work_s = load.prompt_work_s(num_new, self._view.now)
+        load_s = load.tier_load_s(hits, self._view.now)
+        wait_s = ahead_s(self._view, load, num_new, demand) + load_s
         return PrefillChoice(load.key, wait_s + work_s, work_s, num_new, hits)
 
     def _prefill_with_fetch(
@@ -214,21 +214,21 @@ class ElasticCandidates:
         if fetch is None:
             return None
         num_new = demand.num_tokens - fetch.num_tokens
-        choice = self._fetches.choice(own, fetch, load.prompt_work_s(num_new, self._router.now))
+        choice = self._fetches.choice(own, fetch, load.prompt_work_s(num_new, self._view.now))
         # The prompt is fetched while the worker computes the prompts ahead of it.
-        wait_s = max(ahead_s(self._router, load, num_new, demand), fetch.fetch_s)
+        wait_s = max(ahead_s(self._view, load, num_new, demand), fetch.fetch_s)
         return choice._replace(ttft_s=wait_s + choice.work_s)
 
 
-def ahead_s(router: Router, load: WorkerLoad, num_tokens: int, demand: Demand) -> float:
+def ahead_s(view: FleetView, load: WorkerLoad, num_tokens: int, demand: Demand) -> float:
     """Seconds of prompts that a worker computes before this many tokens of the request."""
-    return load.ahead_s(num_tokens, router.now, is_batch=demand.is_batch)
+    return load.ahead_s(num_tokens, view.now, is_batch=demand.is_batch)
 
 
-def step_targets(router: Router) -> StepTargets:
-    """Targets of the workers' steps; the router of an elastic cell has some."""
-    assert router.loads.step_targets is not None
-    return router.loads.step_targets
+def step_targets(view: FleetView) -> StepTargets:
+    """Targets of the workers' steps; in an elastic cell, the view has some."""
+    assert view.loads.step_targets is not None
+    return view.loads.step_targets
 
 
 def fastest_step_s(candidates: list[Candidate]) -> float:

@@ -7,9 +7,9 @@ the longer step does not slow down its running requests too much.
 from __future__ import annotations
 
 from baton.coordinator.routing.choices import DecodeChoice, Placement, PrefillChoice
-from baton.coordinator.routing.prefix_match import PrefixMatch
-from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import WorkerLoad
+from baton.coordinator.routing.fleet_view import FleetView
+from baton.coordinator.routing.loads.worker_load import WorkerLoad
+from baton.coordinator.routing.prefixes.prefix_match import PrefixMatch
 from baton.coordinator.state.lanes import Lane
 from baton.v1 import common_pb2
 
@@ -26,12 +26,12 @@ class LocalPrompts:
     """Decides when a decode worker computes a prompt, and counts the long gaps this causes.
 
     Args:
-        router: Router of one fleet's workers.
+        view: View of one fleet's workers.
         itl_target_s: Target for the gap between tokens of an interactive request, in seconds.
     """
 
-    def __init__(self, router: Router, itl_target_s: float) -> None:
-        self._router, self._itl_target_s = router, itl_target_s
+    def __init__(self, view: FleetView, itl_target_s: float) -> None:
+        self._view, self._itl_target_s = view, itl_target_s
 
     def may_pay(self, num_tokens: int, match: PrefixMatch, there_s: float) -> bool:
         """Whether any decode worker could be sooner than the prefill worker; a cheap first check.
@@ -41,19 +41,19 @@ class LocalPrompts:
             match: the prefix of the prompt that each worker holds.
             there_s: seconds that a prefill worker needs, including its queue.
         """
-        held = self._router.longest_decode(match)
+        held = self._view.longest_decode(match)
         least_s = min(
             latency.prefill_s(max(1, num_tokens - held.num_total * block_size))
-            for latency, block_size in self._router.loads.kinds
+            for latency, block_size in self._view.loads.kinds
         )
         return least_s <= there_s * _LOCAL_SHARE
 
     def placed(self, decode: DecodeChoice) -> Placement:
         """Returns the placement of a request whose decode worker computes the prompt."""
-        entry = self._router.loads.entries[decode.worker]
+        entry = self._view.loads.entries[decode.worker]
         num_new = max(1, decode.num_tokens - decode.hits.num_tokens)
         work_s = entry.traits.latency.prefill_s(num_new)
-        load_s = entry.tier_load_s(decode.hits, self._router.now)
+        load_s = entry.tier_load_s(decode.hits, self._view.now)
         prefill = PrefillChoice(
             decode.worker,
             _outputs_step_s(entry) + load_s + work_s,
@@ -74,23 +74,23 @@ class LocalPrompts:
             there_s: seconds that a prefill worker needs, including its queue.
             lane: lane of the request.
         """
-        entry = self._router.loads.entries[choice.worker]
+        entry = self._view.loads.entries[choice.worker]
         return choice.ttft_s <= there_s * _LOCAL_SHARE and self._tolerates(
             entry, _longest_step_s(entry, choice), lane
         )
 
     def begins(self, choice: PrefillChoice) -> None:
         """Counts the long gaps that a decode worker's requests get from the prompt it starts."""
-        entry = self._router.loads.entries[choice.worker]
+        entry = self._view.loads.entries[choice.worker]
         if self._exceeds_target(entry, _longest_step_s(entry, choice)):
-            entry.record_long_gaps(choice.num_work_tokens, _LONG_GAPS_SHARE, self._router.now)
+            entry.record_long_gaps(choice.num_work_tokens, _LONG_GAPS_SHARE, self._view.now)
 
     def _tolerates(self, entry: WorkerLoad, step_s: float, lane: Lane) -> bool:
         """Whether a worker's interactive requests tolerate a step of this length for this lane."""
         return not self._exceeds_target(entry, step_s) or (
             lane != common_pb2.LANE_BATCH
             and step_s <= self._itl_target_s * _LONGEST_GAP
-            and entry.next_long_gap_at <= self._router.now
+            and entry.next_long_gap_at <= self._view.now
         )
 
     def _exceeds_target(self, entry: WorkerLoad, step_s: float) -> bool:

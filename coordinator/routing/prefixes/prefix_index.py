@@ -10,7 +10,7 @@ The index assumes that a worker with a block on its device also holds all earlie
 prompt there, which is true for engines that evict a prefix from its end. Therefore prefix lengths
 are found by binary search. If a cache has a gap nevertheless, the index overestimates the worker,
 and the worker computes the missing blocks; after a handoff that left these blocks out, it computes
-the whole prompt. Host memory and the disk may have gaps (coordinator/routing/prefix_match.py).
+the whole prompt. Host memory and the disk may have gaps (prefix_match.py).
 
 Sets of workers are bit masks, one bit per worker.
 """
@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
-from baton.coordinator.routing.prefix_match import Expected, PrefixMatch, Probe
-from baton.coordinator.routing.tier_index import TierIndex
+from baton.coordinator.routing.prefixes.prefix_match import Expected, PrefixMatch, Probe
+from baton.coordinator.routing.prefixes.tier_index import TierIndex
 from baton.coordinator.state.requests import WorkerKey
 
 
@@ -34,7 +34,7 @@ class Tier(Enum):
 
 
 class PrefixIndex:
-    """Prefix index, updated with the workers' cache events and queried by the router.
+    """Prefix index, updated with the workers' cache events and queried for placements.
 
     Memory is bounded by the sizes of the workers' tiers. An expectation lasts until its request
     has a first token.

@@ -1,6 +1,6 @@
 """Chooses the decode worker of a request in an elastic cell.
 
-elastic_choices.py explains the rule.
+choices.py explains the rule.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from baton.coordinator.routing.choices import DecodeChoice, PlacementSample, PrefillChoice
-from baton.coordinator.routing.elastic_candidates import (
+from baton.coordinator.routing.elastic.candidates import (
     Candidate,
     Demand,
     fastest_step_s,
     step_targets,
 )
-from baton.coordinator.routing.prompt_demand import PromptDemand
-from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.waiting_outputs import WaitingOutputs
-from baton.coordinator.routing.worker_load import WorkerLoad
+from baton.coordinator.routing.elastic.prompt_demand import PromptDemand
+from baton.coordinator.routing.elastic.waiting_outputs import WaitingOutputs
+from baton.coordinator.routing.fleet_view import FleetView
+from baton.coordinator.routing.loads.worker_load import WorkerLoad
 from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.step_budget import reachable_itl_s
 
@@ -111,12 +111,12 @@ class ElasticDecodeChoices:
     """Chooses among the candidates for a request.
 
     Args:
-        router: Router of the fleet's workers, with step targets.
+        view: View of the fleet's workers, with step targets.
         prompts: Recent prompts, which the owner adds.
     """
 
-    def __init__(self, router: Router, prompts: PromptDemand) -> None:
-        self._router, self._prompts = router, prompts
+    def __init__(self, view: FleetView, prompts: PromptDemand) -> None:
+        self._view, self._prompts = view, prompts
         self._pressure = 0.0
         self._waiting = WaitingOutputs()
 
@@ -144,13 +144,13 @@ class ElasticDecodeChoices:
         best_rank = _WORST
         for candidate in (*with_decodes, *others):
             load = candidate.load
-            if not self._router.has_room(load, demand.num_tokens + demand.num_output_tokens):
+            if not self._view.has_room(load, demand.num_tokens + demand.num_output_tokens):
                 continue
             if load.key in costly:
                 rank = _rank_costly(load, demand, share, limits)
             elif not load.num_decodes and load.single_step_s <= limits.after_parking_s:
                 is_other = load.key != prefill.worker
-                rank = _Rank(_Kind.EMPTY, load.queued_s(self._router.now), is_other)
+                rank = _Rank(_Kind.EMPTY, load.queued_s(self._view.now), is_other)
             else:
                 rank = _rank(load, demand, share, limits, is_needed=load.key in needed)
             if rank < best_rank:
@@ -165,7 +165,7 @@ class ElasticDecodeChoices:
     def _limits(self, candidates: list[Candidate], demand: Demand, fastest_s: float) -> _Limits:
         """Returns the limits of a step for a request; see `longest_step_s` for the arguments."""
         itl_s = reachable_itl_s(demand.itl_s, fastest_s)
-        is_spread = step_targets(self._router).shares_workers(fastest_s)
+        is_spread = step_targets(self._view).shares_workers(fastest_s)
         join_s = None
         if not is_spread:
             join_s = itl_s * self._join_share(candidates, demand.num_mean_tokens)
@@ -183,7 +183,7 @@ class ElasticDecodeChoices:
             return itl_s
         # Beside interactive outputs, batch outputs join only with a margin. Otherwise they would be
         # parked and placed again all the time.
-        return itl_s * _JOIN_SHARE if self._router.num_interactive else math.inf
+        return itl_s * _JOIN_SHARE if self._view.num_interactive else math.inf
 
     def _join_share(self, candidates: list[Candidate], num_tokens: int) -> float:
         """Share of the ITL target that a step may take after a decode of `num_tokens` joins."""
@@ -201,16 +201,16 @@ class ElasticDecodeChoices:
             candidates: The workers to compare.
             num_tokens: KV tokens of the decode that joins.
         """
-        loads = self._router.loads
+        loads = self._view.loads
         num_workers = (loads.open_prefill | loads.open_decode).bit_count()
-        needed = self._prompts.needed_speed(num_workers, self._router.now)
+        needed = self._prompts.needed_speed(num_workers, self._view.now)
         emptiest = min((candidate.load for candidate in candidates), key=WorkerLoad.mean_step_s)
         if emptiest.prompt_speed < needed:
             return False
         # The first decode of a worker lowers its speed of prompts; further decodes hardly do.
         return (
             emptiest.num_decodes > 0
-            or emptiest.speed_with_one(step_targets(self._router), num_tokens) >= needed
+            or emptiest.speed_with_one(step_targets(self._view), num_tokens) >= needed
         )
 
 

@@ -1,6 +1,7 @@
 """Keeps the coordinator's view of a fleet's workers: their loads, cached prefixes and sessions.
 
-The placement rules read it: strict.py for workers with fixed roles, elastic.py for elastic cells.
+The placement rules read it: strict/rule.py for workers with fixed roles, elastic/rule.py for
+elastic cells. It chooses no workers itself.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.coordinator.routing.choices import DecodeChoice, Placement, PrefillChoice
-from baton.coordinator.routing.kv_speeds import KvSpeed, measured_speeds
-from baton.coordinator.routing.load_index import LoadIndex
-from baton.coordinator.routing.prefix_index import PrefixIndex, Tier
-from baton.coordinator.routing.prefix_match import NOTHING_HELD, HeldPrefix, PrefixMatch
-from baton.coordinator.routing.transfers import Transfers
-from baton.coordinator.routing.worker_load import WorkerLoad
-from baton.coordinator.routing.worker_traits import WorkerTraits
+from baton.coordinator.routing.loads.kv_speeds import KvSpeed, measured_speeds
+from baton.coordinator.routing.loads.load_index import LoadIndex
+from baton.coordinator.routing.loads.worker_load import WorkerLoad
+from baton.coordinator.routing.loads.worker_traits import WorkerTraits
+from baton.coordinator.routing.prefixes.prefix_index import PrefixIndex, Tier
+from baton.coordinator.routing.prefixes.prefix_match import NOTHING_HELD, HeldPrefix, PrefixMatch
+from baton.coordinator.routing.speeds.transfers import Transfers
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import PredictedSpeeds, SessionKey, WorkerKey
 from baton.runtime.step_budget import StepTargets
@@ -41,7 +42,7 @@ class LastWorkers:
     decode: WorkerKey | None = None
 
 
-class Router:
+class FleetView:
     """Owns the load entries of all workers, the prefix index and the sessions.
 
     The caller assigns the choices it accepts, passes on the workers' reports, and releases every
@@ -189,7 +190,7 @@ class Router:
 
         Args:
             request_id: ID of the request.
-            choice: choice that the router or the placement rule returned for the request.
+            choice: choice that the placement rule made for the request.
             prompt_hashes: hashes of the prompt's blocks.
             session: the session; None means no session.
             due_at: when the first token is due, by the core's clock; infinite: no target.
@@ -227,7 +228,7 @@ class Router:
 
         Args:
             request_id: ID of the request.
-            choice: choice that `choose_decode` returned for the request.
+            choice: choice that the placement rule made for the request.
             session: the session; None means no session.
             is_interactive: whether it is an interactive request.
             can_be_parked: whether it is a batch request that may be parked for interactive ones.

@@ -1,17 +1,17 @@
 """Chooses the workers of an elastic cell: any worker may compute a prompt and decode its output.
 
 All costs are predicted seconds. The rule compares all workers of a small cell
-(elastic_candidates.py). A large cell is divided into groups; the rule then compares the workers of
+(candidates.py). A large cell is divided into groups; the rule then compares the workers of
 the least loaded group, the workers that hold the prompt's prefix, the session's last workers, and
 the workers with most KV room and with the shortest prefill queue.
 
-1. The prefill worker (elastic_prefill_choices.py) is the one where the first token comes soonest.
+1. The prefill worker (prefill_choices.py) is the one where the first token comes soonest.
    The prediction includes the prompts that the worker computes first, the speed that its decodes
    leave for prompts, prefix hits, and the fetch of a prefix from another worker, which happens
    while the prompt waits. Added to it is the harm to others: longer prompts of that worker, which
    it computes later because of this one, and its streams. Among equal costs, it is the worker that
    stored least in its cache lately (cache_fills.py).
-2. The decode worker (elastic_decode_choices.py): each worker that decodes pays the base time of a
+2. The decode worker (decode_choices.py): each worker that decodes pays the base time of a
    decode step, and computes prompts at a fraction of its speed. The rule therefore spreads the
    decodes evenly over the smallest number of workers that keep the ITL target. The other workers
    finish their decodes, and then compute prompts at full speed. There are two exceptions:
@@ -37,14 +37,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from baton.coordinator.routing.cache_fills import CacheFills
 from baton.coordinator.routing.choices import (
     DecodeChoice,
     NoPlacement,
     PlacementSample,
     PrefillChoice,
 )
-from baton.coordinator.routing.elastic_candidates import (
+from baton.coordinator.routing.elastic.cache_fills import CacheFills
+from baton.coordinator.routing.elastic.candidates import (
     Candidate,
     Demand,
     ElasticCandidates,
@@ -52,15 +52,15 @@ from baton.coordinator.routing.elastic_candidates import (
     fastest_step_s,
     step_targets,
 )
-from baton.coordinator.routing.elastic_decode_choices import (
+from baton.coordinator.routing.elastic.decode_choices import (
     ElasticDecodeChoices,
     decode_choice,
     placement_sample,
 )
-from baton.coordinator.routing.elastic_prefill_choices import AHEAD_S, ElasticPrefillChoices
-from baton.coordinator.routing.prefix_match import PrefixMatch
-from baton.coordinator.routing.prompt_demand import PromptDemand
-from baton.coordinator.routing.router import Router
+from baton.coordinator.routing.elastic.prefill_choices import AHEAD_S, ElasticPrefillChoices
+from baton.coordinator.routing.elastic.prompt_demand import PromptDemand
+from baton.coordinator.routing.fleet_view import FleetView
+from baton.coordinator.routing.prefixes.prefix_match import PrefixMatch
 from baton.coordinator.state.requests import SessionKey, WorkerKey
 
 # A handoff makes an output's first gap about one step longer, so that outputs of few tokens miss
@@ -92,7 +92,7 @@ class ElasticChoices:
     """Chooses workers of one fleet for requests.
 
     Args:
-        router: Router of the fleet's workers, with step targets.
+        view: View of the fleet's workers, with step targets.
         candidates: Finds the workers that are compared.
         prompts: Recent prompts, which the owner adds.
         cache_fills: What workers stored in their caches, which the owner adds.
@@ -100,14 +100,14 @@ class ElasticChoices:
 
     def __init__(
         self,
-        router: Router,
+        view: FleetView,
         candidates: ElasticCandidates,
         prompts: PromptDemand,
         cache_fills: CacheFills,
     ) -> None:
-        self._router, self._candidates = router, candidates
-        self._prefill_choices = ElasticPrefillChoices(router, cache_fills)
-        self._decode_choices = ElasticDecodeChoices(router, prompts)
+        self._view, self._candidates = view, candidates
+        self._prefill_choices = ElasticPrefillChoices(view, cache_fills)
+        self._decode_choices = ElasticDecodeChoices(view, prompts)
 
     def place(self, match: PrefixMatch, demand: Demand) -> ElasticPlacement | NoPlacement:
         """Returns the workers for a request, or why it waits."""
@@ -122,8 +122,8 @@ class ElasticChoices:
         decode = self._decode_choices.choose(candidates, demand, prefill)
         if decode is None:
             return NoPlacement.FULL
-        sample = placement_sample(candidates, demand, prefill, self._router.now)
-        shares = step_targets(self._router).shares_workers(fastest_step_s(candidates))
+        sample = placement_sample(candidates, demand, prefill, self._view.now)
+        shares = step_targets(self._view).shares_workers(fastest_step_s(candidates))
         if shares and prefill.worker != decode.worker and not demand.yields:
             prefill = self._prefill_at_decode(candidates, prefill, decode, demand)
         return ElasticPlacement(
@@ -153,7 +153,7 @@ class ElasticChoices:
         candidates = self._candidates.of(match, demand)
         num_tokens, added = demand.num_tokens + demand.num_output_tokens, demand.num_mean_tokens
         longest_s = self._decode_choices.longest_step_s(demand, fastest_step_s(candidates))
-        with_room = [one for one in candidates if self._router.has_room(one.load, num_tokens)]
+        with_room = [one for one in candidates if self._view.has_room(one.load, num_tokens)]
         found = [
             one
             for one in with_room
@@ -196,8 +196,8 @@ class ElasticChoices:
         candidate = _of(candidates, decode.worker)
         here = candidate.soonest
         if (
-            not self._router.takes_prompts(candidate.load)
-            or ahead_s(self._router, candidate.load, here.num_work_tokens, demand) >= AHEAD_S
+            not self._view.takes_prompts(candidate.load)
+            or ahead_s(self._view, candidate.load, here.num_work_tokens, demand) >= AHEAD_S
             or here.ttft_s > demand.due_in_s
         ):
             return prefill
@@ -230,7 +230,7 @@ class ElasticChoices:
             longest_s = decode.step_s
         else:
             return decode
-        if not self._router.has_room(load, demand.num_tokens + demand.num_output_tokens):
+        if not self._view.has_room(load, demand.num_tokens + demand.num_output_tokens):
             return decode
         here = decode_choice(candidate, demand)
         return here if here.step_s <= longest_s else decode

@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from baton.coordinator.routing.least_loaded import LeastLoaded
-from baton.coordinator.routing.worker_load import WorkerLoad
-from baton.coordinator.routing.worker_traits import Latency
+from baton.coordinator.routing.loads.least_loaded import LeastLoaded
+from baton.coordinator.routing.loads.worker_load import WorkerLoad
+from baton.coordinator.routing.loads.worker_traits import Latency
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.step_budget import StepTargets

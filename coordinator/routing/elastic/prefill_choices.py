@@ -1,6 +1,6 @@
 """Chooses the prefill worker of a request in an elastic cell.
 
-elastic_choices.py explains the rule.
+choices.py explains the rule.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from baton.coordinator.routing.cache_fills import CacheFills
 from baton.coordinator.routing.choices import NoPlacement, PrefillChoice
-from baton.coordinator.routing.elastic_candidates import (
+from baton.coordinator.routing.elastic.cache_fills import CacheFills
+from baton.coordinator.routing.elastic.candidates import (
     Candidate,
     Demand,
     Urgency,
     ahead_s,
     step_targets,
 )
-from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import WorkerLoad
+from baton.coordinator.routing.fleet_view import FleetView
+from baton.coordinator.routing.loads.worker_load import WorkerLoad
 
 # A worker takes another prompt while less than this much prefill work would go before it.
 AHEAD_S = 0.2
 # Late and batch requests go only to workers without prompts that keep at least this speed.
 _LATE_SPEED = 0.3
-# Extra weight of a second of computation compared with a second of waiting. pool_choices.py gives
-# the reason, and has a larger weight.
+# Extra weight of a second of computation compared with a second of waiting. strict/pool_choices.py
+# gives the reason, and has a larger weight.
 _WORK_WEIGHT = 1.0
 # Added to the cost of a prefill worker that would miss the TTFT target, in seconds, so that any
 # worker that meets the target is preferred.
@@ -56,12 +56,12 @@ class ElasticPrefillChoices:
     """Chooses among the candidates for a request.
 
     Args:
-        router: Router of the fleet's workers, with step targets.
+        view: View of the fleet's workers, with step targets.
         cache_fills: What workers stored in their caches, which the owner adds.
     """
 
-    def __init__(self, router: Router, cache_fills: CacheFills) -> None:
-        self._router, self._cache_fills = router, cache_fills
+    def __init__(self, view: FleetView, cache_fills: CacheFills) -> None:
+        self._view, self._cache_fills = view, cache_fills
 
     def choose(self, candidates: list[Candidate], demand: Demand) -> PrefillChoice | NoPlacement:
         """Returns the best prefill worker, or why the request waits for it.
@@ -93,18 +93,18 @@ class ElasticPrefillChoices:
     def _has_short_queue(self, load: WorkerLoad, choice: PrefillChoice, demand: Demand) -> bool:
         """Whether a prompt need not wait for the worker's queue in its lane."""
         return demand.urgency is Urgency.CONTINUES or (
-            ahead_s(self._router, load, choice.num_work_tokens, demand) < AHEAD_S
+            ahead_s(self._view, load, choice.num_work_tokens, demand) < AHEAD_S
         )
 
     def _options(self, candidates: list[Candidate], demand: Demand) -> Iterator[_Option]:
         """Yields the ways to compute the prompt that are allowed."""
-        now, most_beside_late = self._router.now, _most_tokens_beside_late(candidates, demand)
+        now, most_beside_late = self._view.now, _most_tokens_beside_late(candidates, demand)
         for candidate in candidates:
             load = candidate.load
             if not self._may_compute(load, demand):
                 continue
             # A prompt takes KV room and a place in the engine's batch too.
-            has_room = self._router.has_room(load, demand.num_tokens)
+            has_room = self._view.has_room(load, demand.num_tokens)
             for choice in candidate.choices:
                 if choice.num_work_tokens > most_beside_late and load.has_late_request(now):
                     continue
@@ -112,14 +112,14 @@ class ElasticPrefillChoices:
 
     def _may_compute(self, load: WorkerLoad, demand: Demand) -> bool:
         """Whether a worker takes the prompt; a late or batch prompt must delay no one in time."""
-        if not self._router.takes_prompts(load):
+        if not self._view.takes_prompts(load):
             return False
         if not demand.yields:
             return True
         if load.num_prefills or load.prompt_speed < _LATE_SPEED:
             return False
         # A late prompt must not borrow time from streams, because prompts in time need that time.
-        borrows = demand.urgency is Urgency.LATE and step_targets(self._router).may_borrow
+        borrows = demand.urgency is Urgency.LATE and step_targets(self._view).may_borrow
         return not (borrows and load.num_decodes)
 
     def _cost_s(self, load: WorkerLoad, choice: PrefillChoice, demand: Demand) -> float:
@@ -136,7 +136,7 @@ class ElasticPrefillChoices:
         none, half a step or two steps. These parts are not in the prediction itself: with them,
         more prompts counted as late, and fewer were in time.
         """
-        num_tokens, work_s, now = choice.num_work_tokens, choice.work_s, self._router.now
+        num_tokens, work_s, now = choice.num_work_tokens, choice.work_s, self._view.now
         num_behind = load.num_behind(num_tokens, now, is_batch=demand.is_batch)
         alone_s = work_s * load.prompt_speed
         steps_s = 0.0

@@ -11,11 +11,11 @@ import math
 from typing import NamedTuple
 
 from baton.coordinator.routing.choices import DecodeChoice, PrefillChoice
+from baton.coordinator.routing.fleet_view import FleetView
+from baton.coordinator.routing.loads.worker_load import NO_QUEUE_LIMIT, QueueLimit, WorkerLoad
 from baton.coordinator.routing.prefix_fetches import PrefixFetches
-from baton.coordinator.routing.prefix_match import NUM_HOLDERS, HeldPrefix, PrefixMatch
+from baton.coordinator.routing.prefixes.prefix_match import NUM_HOLDERS, HeldPrefix, PrefixMatch
 from baton.coordinator.routing.request_needs import DecodeNeeds
-from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import NO_QUEUE_LIMIT, QueueLimit, WorkerLoad
 from baton.coordinator.state.lanes import Lane
 from baton.coordinator.state.requests import PromptHits, SessionKey, WorkerKey
 from baton.v1 import common_pb2
@@ -56,12 +56,12 @@ class PoolChoices:
     """Chooses workers from the prefill pool and from the decode pool of one fleet.
 
     Args:
-        router: Router of one fleet's workers.
+        view: View of one fleet's workers.
         fetches: Fetches between these workers.
     """
 
-    def __init__(self, router: Router, fetches: PrefixFetches) -> None:
-        self._router, self._fetches = router, fetches
+    def __init__(self, view: FleetView, fetches: PrefixFetches) -> None:
+        self._view, self._fetches = view, fetches
 
     def choose_prefill(
         self,
@@ -88,19 +88,19 @@ class PoolChoices:
         Returns:
             None if every worker is full.
         """
-        loads = self._router.loads
+        loads = self._view.loads
         best: PrefillChoice | None = None
         least, factor = math.inf, 1 + _WORK_WEIGHT
         sources = self._fetches.sources(match) if may_fetch else {}
         for worker, held in self._prefill_candidates(match, session).items():
             entry = loads.entries[worker]
             traits = entry.traits
-            if entry.is_full(limit, self._router.now):
+            if entry.is_full(limit, self._view.now):
                 continue
             hits = traits.hits(held, traits.reusable_tokens(num_tokens))
             work_s = traits.latency.prefill_s(num_tokens - hits.num_tokens)
-            queued_s = entry.queued_s(self._router.now)
-            wait_s = queued_s + entry.tier_load_s(hits, self._router.now)
+            queued_s = entry.queued_s(self._view.now)
+            wait_s = queued_s + entry.tier_load_s(hits, self._view.now)
             cost = wait_s + work_s * factor
             own = PrefillChoice(worker, wait_s + work_s, work_s, num_tokens - hits.num_tokens, hits)
             if cost < least:
@@ -120,7 +120,7 @@ class PoolChoices:
         self, match: PrefixMatch, session: SessionKey | None, limit: QueueLimit
     ) -> bool:
         """Whether `choose_prefill` would find a worker; arguments as there."""
-        entries, now = self._router.loads.entries, self._router.now
+        entries, now = self._view.loads.entries, self._view.now
         return any(
             not entries[worker].is_full(limit, now)
             for worker in self._prefill_candidates(match, session)
@@ -138,7 +138,7 @@ class PoolChoices:
         self, match: PrefixMatch, session: SessionKey | None
     ) -> dict[WorkerKey, HeldPrefix]:
         """The workers that `choose_prefill` compares, with the prefix that each holds."""
-        loads, sticky = self._router.loads, self._router.last_of(session).prefill
+        loads, sticky = self._view.loads, self._view.last_of(session).prefill
         candidates: dict[WorkerKey, HeldPrefix] = {}
         if sticky is not None and sticky in loads.by_queue:
             candidates[sticky] = match.held_by(sticky)
@@ -170,11 +170,11 @@ class PoolChoices:
             None if no worker has room for the prompt and the expected output.
         """
         num_tokens, num_output_tokens, max_itl_s, is_batch, session = needs
-        source = self._router.loads.get(prefill)
+        source = self._view.loads.get(prefill)
         best: _Target | None = None
         least = True, math.inf
         for worker, held in self._decode_candidates(match, session, source, apart=is_batch).items():
-            entry = self._router.loads.entries[worker]
+            entry = self._view.loads.entries[worker]
             found = self._target(entry, held, num_tokens, num_output_tokens)
             if found is None:
                 continue
@@ -186,8 +186,8 @@ class PoolChoices:
                 least, best = (is_slow and not is_batch, cost), found
         if best is None:
             return None
-        latest = self._router.last_batch if is_batch else None
-        if latest is not None and latest.key in self._router.loads.by_itl:
+        latest = self._view.last_batch if is_batch else None
+        if latest is not None and latest.key in self._view.loads.by_itl:
             held = match.held_by(latest.key)
             found = self._target(latest, held, num_tokens, num_output_tokens)
             if found is not None and self._joins(found, best, source, max_itl_s):
@@ -209,7 +209,7 @@ class PoolChoices:
         the prefill worker's host, and for a batch request (`apart`) the fastest worker without
         interactive requests.
         """
-        loads, sticky = self._router.loads, self._router.last_of(session).decode
+        loads, sticky = self._view.loads, self._view.last_of(session).decode
         candidates: dict[WorkerKey, HeldPrefix] = {}
         if sticky is not None and sticky in loads.by_itl:
             candidates[sticky] = match.held_by(sticky)
@@ -267,12 +267,10 @@ class PoolChoices:
         """
         traits = target.entry.traits
         if source is None:
-            return target.entry.prompt_s(num_tokens, target.hits, self._router.now)
+            return target.entry.prompt_s(num_tokens, target.hits, self._view.now)
         near = source.traits.is_near(traits)
         num_bytes = (num_tokens - target.hits.num_device) * source.traits.kv_bytes_per_token
-        return self._router.transfers.handoff_s(
-            (source.key, target.entry.key), num_bytes, near=near
-        )
+        return self._view.transfers.handoff_s((source.key, target.entry.key), num_bytes, near=near)
 
     def by_handoff(
         self, worker: WorkerKey, to: WorkerKey, num_tokens: int, *, computes_all: bool = False
@@ -290,16 +288,16 @@ class PoolChoices:
         Returns:
             A choice whose `ttft_s` ends when the other worker can continue.
         """
-        entry = self._router.loads.entries[worker]
+        entry = self._view.loads.entries[worker]
         traits = entry.traits
         cached = 0 if computes_all else traits.reusable_tokens(num_tokens)
         work_s = traits.latency.prefill_s(num_tokens - cached)
         # This handoff is sent after the computation; other handoffs are sent during the prefill.
         num_bytes = num_tokens * traits.kv_bytes_per_token
-        sent_s = self._router.transfers.handoff_s(
-            (worker, to), num_bytes, near=self._router.near(worker, to)
+        sent_s = self._view.transfers.handoff_s(
+            (worker, to), num_bytes, near=self._view.near(worker, to)
         )
         step_s = entry.reserved_step_s() if entry.num_decodes else 0.0
-        ttft_s = entry.queued_s(self._router.now) + step_s + work_s + sent_s
+        ttft_s = entry.queued_s(self._view.now) + step_s + work_s + sent_s
         hits = PromptHits(num_device=cached)
         return PrefillChoice(entry.key, ttft_s, work_s, num_tokens - cached, hits)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 
 from baton.coordinator.routing.choices import NoPlacement, Placement, PrefillChoice
+from baton.coordinator.routing.fleet_view import FleetView
 from baton.coordinator.routing.handoffs import Handoffs
-from baton.coordinator.routing.local_prompts import LocalPrompts
-from baton.coordinator.routing.pool_choices import QUEUE_LIMITS, PoolChoices
-from baton.coordinator.routing.prefix_match import PrefixMatch
+from baton.coordinator.routing.loads.worker_load import WorkerLoad
+from baton.coordinator.routing.prefixes.prefix_match import PrefixMatch
 from baton.coordinator.routing.prompt_blocks import PromptBlocks
 from baton.coordinator.routing.request_needs import RequestNeeds
-from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import WorkerLoad
+from baton.coordinator.routing.strict.local_prompts import LocalPrompts
+from baton.coordinator.routing.strict.pool_choices import QUEUE_LIMITS, PoolChoices
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.requests import Request, SessionKey
 from baton.coordinator.state.workers import AttachedWorkers
@@ -28,7 +28,7 @@ class StrictRule:
 
     Args:
         config: Limits and targets.
-        router: Router of one fleet's workers.
+        view: View of one fleet's workers.
         workers: The same workers.
         prompts: Block hashes of prompts.
         needs: Needs of the fleet's requests.
@@ -39,18 +39,18 @@ class StrictRule:
     def __init__(
         self,
         config: CoreConfig,
-        router: Router,
+        view: FleetView,
         workers: AttachedWorkers,
         prompts: PromptBlocks,
         needs: RequestNeeds,
         handoffs: Handoffs,
         choices: PoolChoices,
     ) -> None:
-        self._router, self._workers, self._prompts = router, workers, prompts
+        self._view, self._workers, self._prompts = view, workers, prompts
         self._needs, self._handoffs, self._choices = needs, handoffs, choices
         self._may_compute_locally = config.local_prefill
         self._itl_target_s = config.lanes.interactive.itl_ms / 1e3
-        self._local_prompts = LocalPrompts(router, self._itl_target_s)
+        self._local_prompts = LocalPrompts(view, self._itl_target_s)
 
     def place(self, request: Request) -> Placement | NoPlacement:
         """Returns the workers for a request whose turn it is, or why it waits."""
@@ -64,11 +64,14 @@ class StrictRule:
         )
         if prefill is not None and self._needs.most_output_tokens(request.submission) == 1:
             return Placement(prefill, None)
+        if not self._view.loads.num_prefill_workers and request.token_ids:
+            # A client waits for the rest of an output, so a decode worker recomputes the prompt.
+            return self._placed_on_one(request, match)
         local = self._choose_local(request, match, prefill)
         if local is not None:
             return local
         if prefill is None:
-            return NoPlacement.FULL
+            return NoPlacement.BUSY
         needs = self._needs.decode(request)
         # The handoff leaves out blocks that the decode worker holds, even if the prefill worker
         # computes the whole prompt.
@@ -78,8 +81,7 @@ class StrictRule:
             return NoPlacement.FULL
         if (split := self._handoffs.plan(request, prefill, decode)) is not None:
             return split
-        decode = self._choices.choose_decode(match, needs)
-        return self._local_prompts.placed(decode) if decode is not None else NoPlacement.FULL
+        return self._placed_on_one(request, match)
 
     def begins(self, request: Request, placement: Placement) -> None:
         """Counts the long gaps that a decode worker's outputs get from a prompt of its own."""
@@ -91,20 +93,12 @@ class StrictRule:
 
     def room_at(self, request: Request) -> float:
         """Predicts when the idlest prefill worker has room for a prompt; see PlacementRule."""
-        idlest = self._router.loads.idlest_prefill()
+        idlest = self._view.loads.idlest_prefill()
         if idlest is None:
             return math.inf
         return idlest.room_at(
-            QUEUE_LIMITS[self._needs.prompt_lane(request.submission)], self._router.now
+            QUEUE_LIMITS[self._needs.prompt_lane(request.submission)], self._view.now
         )
-
-    def takes_prompt(self, request: Request) -> bool:
-        """Whether a prefill worker has room for the prompt, or a decode worker computes it."""
-        if len(request.token_ids) and not self._router.loads.num_prefill_workers:
-            return True
-        match = self._prompts.usable(request)
-        limit = QUEUE_LIMITS[self._needs.prompt_lane(request.submission)]
-        return self._choices.takes_prompt(match, request.submission.session, limit)
 
     def is_crowded(self, entry: WorkerLoad) -> bool:
         """Whether steps exceed the ITL target of a worker with several batch outputs."""
@@ -125,6 +119,11 @@ class StrictRule:
         choice = self.soonest(match, num_tokens, session)
         return choice.work_s if choice is not None else math.inf
 
+    def _placed_on_one(self, request: Request, match: PrefixMatch) -> Placement | NoPlacement:
+        """Places a request on a decode worker that computes the prompt too."""
+        decode = self._choices.choose_decode(match, self._needs.decode(request))
+        return self._local_prompts.placed(decode) if decode is not None else NoPlacement.FULL
+
     def _choose_local(
         self, request: Request, match: PrefixMatch, prefill: PrefillChoice | None
     ) -> Placement | None:
@@ -135,13 +134,7 @@ class StrictRule:
             match: prefix match of the request's prompt.
             prefill: the prefill worker for the prompt; None: all are full.
         """
-        if not self._router.loads.num_prefill_workers:
-            # A client waits for the rest of an output, so a decode worker recomputes the prompt.
-            if not len(request.token_ids):
-                return None
-            decode = self._choices.choose_decode(match, self._needs.decode(request))
-            return self._local_prompts.placed(decode) if decode is not None else None
-        if not self._may_compute_locally:
+        if not self._may_compute_locally or not self._view.loads.num_prefill_workers:
             return None
         there_s = prefill.ttft_s if prefill is not None else math.inf
         if not self._local_prompts.may_pay(request.num_tokens, match, there_s):

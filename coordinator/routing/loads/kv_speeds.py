@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from baton.coordinator.routing.prefix_index import Tier
-from baton.coordinator.routing.transfers import Transfers
-from baton.coordinator.routing.worker_load import WorkerLoad
+from baton.coordinator.routing.loads.worker_load import WorkerLoad
+from baton.coordinator.routing.prefixes.prefix_index import Tier
+from baton.coordinator.routing.speeds.transfers import Transfers
 
 # Most pairs of workers that are listed; the most recently measured ones.
 _MAX_PAIRS = 1024

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from baton.coordinator.routing.mean_speed import LEAST_BYTES, MeanSpeed, with_latest
-from baton.coordinator.routing.prefix_index import Tier
+from baton.coordinator.routing.prefixes.prefix_index import Tier
+from baton.coordinator.routing.speeds.mean_speed import LEAST_BYTES, MeanSpeed, with_latest
 
 
 class TierSpeeds:

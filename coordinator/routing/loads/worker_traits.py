@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.coordinator.routing.latency import LatencyRegistry, WorkerKind
-from baton.coordinator.routing.prefix_match import HeldPrefix
+from baton.coordinator.routing.loads.latency import LatencyRegistry, WorkerKind
+from baton.coordinator.routing.prefixes.prefix_match import HeldPrefix
 from baton.coordinator.state.requests import PromptHits
 from baton.runtime import kv_fingerprint
 from baton.runtime.latency import LatencyModel
