@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 from baton.coordinator.routing.batch_prompts import BatchPrompts
@@ -328,25 +327,12 @@ class Placer:
         closed = (
             [one.key for one in self._workers if one.ledger.unanswered] if request.suspect else []
         )
-        with self._closed([*closed, *avoided]):
+        with self.view.loads.closed([*closed, *avoided]):
             found = find(request)
         if avoided and (found is None or isinstance(found, NoPlacement)):
-            with self._closed(closed):
+            with self.view.loads.closed(closed):
                 found = find(request)
         return found
-
-    @contextlib.contextmanager
-    def _closed(self, workers: Iterable[WorkerKey]) -> Iterator[None]:
-        """Gives these workers no work inside the `with` block."""
-        for key in workers:
-            self.view.loads.set_pool(key, None)
-        try:
-            yield
-        finally:
-            for key in workers:
-                worker = self._workers.get(key)
-                if worker is not None:
-                    self.refresh(worker)
 
     def _assign_prompt(self, request: Request, choice: PrefillChoice) -> None:
         self.view.assign_prefill(

@@ -145,6 +145,22 @@ def test_a_retry_avoids_the_worker_that_failed_the_attempt(two_pairs, out):
     assert latest(prefills(two_pairs))[0] != first
 
 
+def test_asking_for_other_workers_changes_no_order_among_equal_ones(two_pairs):
+    """Each worker that the request avoids takes no part in one question, and then returns."""
+    two_pairs.submit()
+    request = two_pairs.core.request("r1")
+    placer = two_pairs.core.placers.of(request.fleet)
+    two_pairs.handle(ev.RequestCancelled("r1"))
+    loads = placer.view.loads
+    first = loads.by_queue.least(), loads.by_itl.least(), loads.by_room.least()
+    for worker in dict.fromkeys(first):
+        request.avoid = {worker: None}
+        placer.place(request)
+    assert (loads.by_queue.least(), loads.by_itl.least(), loads.by_room.least()) == first
+    assert loads.fastest_on(loads.entries[first[1]].traits.host_id) == first[1]
+    placer.check_integrity()
+
+
 def test_a_committed_handoff_survives_the_loss_of_its_sender(two_pairs, out):
     to = two_pairs.submit()
     ((prefiller, prefill),) = prefills(two_pairs)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
+# Load of a key, and the number of the change that gave it this load.
+Position: TypeAlias = tuple[float, int]
 
 
 class LeastLoaded(Generic[Key]):
@@ -39,8 +41,25 @@ class LeastLoaded(Generic[Key]):
         if entry is not None and entry[0] == load:
             return  # The key keeps its position among keys with equal loads.
         self._order += 1
-        self._entries[key] = load, self._order
-        item = (load, self._order, key)
+        self._put(key, load, self._order)
+
+    def position(self, key: Key) -> Position | None:
+        """The key's place in the index, for `restore`; None if the index does not contain it."""
+        return self._entries.get(key)
+
+    def restore(self, key: Key, position: Position | None) -> None:
+        """Gives a key its former place among keys with equal loads.
+
+        Ignored if the index did not contain the key, does not contain it now, or if its load has
+        changed.
+        """
+        entry = self._entries.get(key)
+        if entry is not None and position is not None and entry[0] == position[0]:
+            self._put(key, *position)
+
+    def _put(self, key: Key, load: float, order: int) -> None:
+        self._entries[key] = load, order
+        item = (load, order, key)
         if self._heap and self._heap[0][2] == key:
             # Replacing the outdated top entry saves a later heappop.
             heapq.heapreplace(self._heap, item)

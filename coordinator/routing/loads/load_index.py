@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from baton.coordinator.routing.loads.least_loaded import LeastLoaded
+from baton.coordinator.routing.loads.least_loaded import LeastLoaded, Position
 from baton.coordinator.routing.loads.worker_load import WorkerLoad
 from baton.coordinator.routing.loads.worker_traits import Latency
 from baton.coordinator.state.pools import Pool
@@ -131,6 +132,38 @@ class LoadIndex:
             self._pools[worker] = pool
             self.num_prefill_workers += self.computes_prompts(pool)
         self.update(self.entries[worker])
+
+    @contextlib.contextmanager
+    def closed(self, workers: Iterable[WorkerKey]) -> Iterator[None]:
+        """Gives these workers no work inside the `with` block.
+
+        Afterwards, all indexes are as before. If a worker came last among equal workers, a question
+        inside the block would change later choices.
+        """
+        left = [
+            (entry, self._pools.get(entry.key), self._positions(entry))
+            for worker in dict.fromkeys(workers)
+            if (entry := self.entries.get(worker)) is not None
+        ]
+        for entry, _, _ in left:
+            self.set_pool(entry.key, None)
+        try:
+            yield
+        finally:
+            for entry, pool, _ in left:
+                self.set_pool(entry.key, pool)
+            for entry, _, positions in left:
+                for index, position in zip(self._indexes(entry), positions, strict=True):
+                    index.restore(entry.key, position)
+
+    def _positions(self, entry: WorkerLoad) -> list[Position | None]:
+        return [index.position(entry.key) for index in self._indexes(entry)]
+
+    def _indexes(self, entry: WorkerLoad) -> tuple[LeastLoaded[WorkerKey], ...]:
+        """The indexes that may contain a worker, always in the same order."""
+        on_host = self._by_host.get(entry.traits.host_id, LeastLoaded())
+        indexes = (self.by_queue, self.by_itl, self.by_itl_apart, self.by_room, self.by_parkable)
+        return (*indexes, on_host)
 
     def computes_prompts(self, pool: Pool | None) -> bool:
         """Whether the workers of a pool compute prompts; in an elastic cell, those of any pool."""
