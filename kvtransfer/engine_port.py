@@ -46,11 +46,6 @@ class Claim:
             tuple(claimed.frames),
         )
 
-    @classmethod
-    def parse(cls, claimed: bytes) -> Claim:
-        """Parses a serialized LocalClaimed, which one process passed to another."""
-        return cls.of(kv_transfer_pb2.LocalClaimed.FromString(claimed))
-
 
 def split_blocks(
     first_block: int, num_blocks: int, block_bytes: int, max_bytes: int = FRAME_TARGET_BYTES

@@ -101,18 +101,6 @@ class TransferCore:
             "receive_bytes": told.receive_bytes,
         }
 
-    def description(self) -> pb.DescribeResponse | None:
-        """Returns the reply to other workers' Describe; None before the engine's cache is known."""
-        if self._layout is None:
-            return None
-        statistics = self._receiver.arena_statistics()
-        return pb.DescribeResponse(
-            fingerprint=self._layout.fingerprint(),
-            receive_bytes_total=statistics.total_bytes,
-            receive_bytes_free=statistics.total_bytes - statistics.used_bytes,
-            num_handoffs=self._receiver.num_live,
-        )
-
     # ---- The control socket.
 
     def handle_request(self, connection: LocalConnection, request: pb.LocalRequest) -> None:

@@ -16,7 +16,7 @@ from baton.kvtransfer.push import PUSH_METHOD, SERVICE, PushHandler, PushLost
 from baton.kvtransfer.sending import Outgoing
 from baton.runtime import rpc
 from baton.runtime.dial import PLAIN, Dial
-from baton.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
+from baton.v1 import kv_transfer_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -172,24 +172,18 @@ class GrpcIncomingPush:
             await self._changed.wait()
 
 
-class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
-    """Serves Describe and Push.
+class PushServicer:
+    """Serves Push.
 
     Args:
         handler: The transfer service, which takes the frames.
-        describe: Returns the answer to Describe; None while the service is not configured.
     """
 
-    def __init__(
-        self,
-        handler: PushHandler,
-        describe: Callable[[], kv_transfer_pb2.DescribeResponse | None],
-    ) -> None:
-        self._handler, self._describe = handler, describe
+    def __init__(self, handler: PushHandler) -> None:
+        self._handler = handler
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Adds the methods to a server that has not started yet."""
-        kv_transfer_pb2_grpc.add_KvTransferServicer_to_server(self, server)
+        """Adds the method to a server that has not started yet."""
         push: Any = grpc.stream_stream_rpc_method_handler(
             self._push,
             request_deserializer=None,
@@ -198,16 +192,6 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, {"Push": push}),)
         )
-
-    async def Describe(
-        self,
-        request: kv_transfer_pb2.DescribeRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
-    ) -> kv_transfer_pb2.DescribeResponse:
-        response = self._describe()
-        if response is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is not ready yet")
-        return response
 
     async def _push(
         self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]

@@ -39,7 +39,7 @@ from baton.kvtransfer.sending import SenderLimits
 from baton.kvtransfer.service import local_server
 from baton.kvtransfer.service.core import TransferCore
 from baton.kvtransfer.service.local_server import LocalConnection
-from baton.kvtransfer.service.push_stream import GrpcPushDialer, KvTransferServicer
+from baton.kvtransfer.service.push_stream import GrpcPushDialer, PushServicer
 from baton.kvtransfer.service.receiver import Receiver
 from baton.kvtransfer.service.sender import Sender
 from baton.kvtransfer.transports import registry
@@ -157,7 +157,7 @@ async def serve(arguments: ServiceArguments, stdout: TextIO) -> int:
         core = TransferCore(sender, receiver, negotiator, dialer, stop)
         core.use_refusals(lambda: {reason: n for (_, reason), n in refusals.totals().items()})
         core.describe_as(address, segment.name, config.send_bytes, config.receive_bytes)
-        KvTransferServicer(core, core.description).add_to(server)
+        PushServicer(core).add_to(server)
         for transport in transports:
             transport.serve(server, core)
         with contextlib.suppress(TimeoutError):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from baton.kvtransfer.service import push_stream
-from baton.kvtransfer.service.push_stream import KvTransferServicer
+from baton.kvtransfer.service.push_stream import PushServicer
 from baton.v1 import kv_transfer_pb2 as pb
 
 # Steps of the event loop: more than the end of a stream takes.
@@ -43,7 +43,7 @@ async def stream_of(end):
 @pytest.mark.parametrize("moment", range(NUM_MOMENTS))
 async def test_a_call_cancelled_as_its_stream_ends_is_forgotten(moment):
     streams, end = Streams(), asyncio.Event()
-    servicer = KvTransferServicer(streams, lambda: None)
+    servicer = PushServicer(streams)
     context = SimpleNamespace(peer=lambda: "ipv4:127.0.0.1:1")
     call = asyncio.create_task(servicer._push(stream_of(end), context))
     await asyncio.sleep(0)
@@ -70,7 +70,7 @@ async def test_a_push_whose_sender_reads_no_reply_is_ended(monkeypatch):
     monkeypatch.setattr(push_stream, "WRITE_TIMEOUT_S", 0.01)
     streams, never = Replies(), asyncio.Event()
     context = SimpleNamespace(peer=lambda: "ipv4:127.0.0.1:1", write=lambda reply: never.wait())
-    servicer = KvTransferServicer(streams, lambda: None)
+    servicer = PushServicer(streams)
     async with asyncio.timeout(WAIT_S):
         await servicer._push(stream_of(never), context)
     assert streams.num_started == 1

@@ -21,11 +21,12 @@ from baton.coordinator.server.server import Coordinator
 from baton.engine.sim_tokens import Vocabulary, expected_tokens
 from baton.gateway.server import CellEndpoints
 from baton.gateway.server import serve as serve_gateway
+from baton.kvtransfer.push import PUSH_METHOD
 from baton.runtime import output_streams, rpc
 from baton.runtime.dev_certs import CLUSTER_NAME, Authority
 from baton.runtime.dial import Dial, bearer
 from baton.runtime.tls import TlsFiles
-from baton.v1 import common_pb2, kv_transfer_pb2, kv_transfer_pb2_grpc
+from baton.v1 import common_pb2
 from baton.worker.main import serve as serve_worker
 
 # Longest wait for an event that must happen; long enough for a busy machine.
@@ -225,8 +226,8 @@ async def _only_members_push(cell, target):
         (Dial(tls, credential=bearer("the-cluster-token")), None),
     ):
         async with rpc.channel(target, dial=dial) as channel:
-            call = kv_transfer_pb2_grpc.KvTransferStub(channel).Describe(
-                kv_transfer_pb2.DescribeRequest(), metadata=dial.metadata(), timeout=WAIT_S
+            call = channel.stream_stream(PUSH_METHOD)(
+                iter(()), metadata=dial.metadata(), timeout=WAIT_S
             )
             assert await call.code() is (code or grpc.StatusCode.OK)
     # Health needs only a certificate, because probes have no token.

@@ -112,50 +112,6 @@ HANDOFF_STATE_INTERRUPTED: HandoffState.ValueType  # 7
 Global___HandoffState: _TypeAlias = HandoffState  # noqa: Y015
 
 @_typing.final
-class DescribeRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DescribeRequest: _TypeAlias = DescribeRequest  # noqa: Y015
-
-@_typing.final
-class DescribeResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    FINGERPRINT_FIELD_NUMBER: _builtins.int
-    RECEIVE_BYTES_TOTAL_FIELD_NUMBER: _builtins.int
-    RECEIVE_BYTES_FREE_FIELD_NUMBER: _builtins.int
-    NUM_HANDOFFS_FIELD_NUMBER: _builtins.int
-    receive_bytes_total: _builtins.int
-    receive_bytes_free: _builtins.int
-    num_handoffs: _builtins.int
-    @_builtins.property
-    def fingerprint(self) -> Global___KvFingerprint: ...
-    def __init__(
-        self,
-        *,
-        fingerprint: Global___KvFingerprint | None = ...,
-        receive_bytes_total: _builtins.int = ...,
-        receive_bytes_free: _builtins.int = ...,
-        num_handoffs: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "num_handoffs", b"num_handoffs", "receive_bytes_free", b"receive_bytes_free", "receive_bytes_total", b"receive_bytes_total"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DescribeResponse: _TypeAlias = DescribeResponse  # noqa: Y015
-
-@_typing.final
 class KvFingerprint(_message.Message):
     """Format of a KV cache. Both ends must agree on all fields before the first byte is sent; a
     mismatch is refused with both values. Only pp_size and the number of shards may differ, and with
