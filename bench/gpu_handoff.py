@@ -150,7 +150,7 @@ async def hand_over(sender: Side, receiver: Side, num_tokens: int, model: Model)
     ended = loads_ended(receiver.rank)
     loaded = time.perf_counter()
     assert not ended[1], "a load has failed"
-    receiver.port.release(handoff_id, all_ranks=True)
+    receiver.port.release(handoff_id, all_shards=True)
     await empty(sender)
     return Times(launched - begin, computed - begin, arrived - computed, loaded - arrived)
 

@@ -71,7 +71,7 @@ class ReceiverLimits:
         max_wait_s: Longest wait for staging, whatever the sender allows.
         idle_timeout_s: Longest RECEIVING without a frame or the end of a pull.
         commit_ttl_s: Longest COMMITTED without a claim.
-        claim_timeout_s: Longest CLAIMED, from each rank's claim.
+        claim_timeout_s: Longest CLAIMED, from each claim of a shard.
         retry_timeout_s: Longest INTERRUPTED, until the next epoch is opened.
         max_queued: Most handoffs that wait for staging.
         max_tombstones: Most ended handoffs that are remembered.
@@ -185,7 +185,7 @@ class ReceiverStatistics:
 
 
 @dataclass(slots=True)
-class RankPart:
+class ShardProgress:
     """The frames of one of the sender's shards that arrived in the current epoch.
 
     Attributes:
@@ -194,9 +194,9 @@ class RankPart:
             number of blocks, and only staging limits how many handoffs have that many.
         num_seen: Number of blocks that have arrived.
         num_pulls: Number of pulls of the epoch that have not ended.
-        promised: Totals of the rank's commit, once that has come. It counts when no pull is
+        promised: Totals of the shard's commit, once that has come. It counts when no pull is
             outstanding.
-        in_order: The frames in the order of a claim, once a rank has claimed the part.
+        in_order: The frames in the order of a claim, once a rank has claimed the shard.
     """
 
     seen: bytearray = field(default_factory=bytearray)
@@ -220,7 +220,7 @@ class Handoff:
     Attributes:
         stream: Number of the push that carries it; None once that has ended.
         last_stream: The same, also after the push has ended.
-        ranks: The parts of the sender's shards.
+        shards: What has arrived of each of the sender's shards.
         layout: Layout of the handoff: of this cache, with the sender's draft and number of shards.
         problem: Why the epoch was interrupted.
     """
@@ -233,7 +233,7 @@ class Handoff:
     num_bytes: int
     state: ReceiveState
     deadline: float
-    ranks: list[RankPart]
+    shards: list[ShardProgress]
     choice: Choice
     layout: KvLayout
     extent: Extent | None = None

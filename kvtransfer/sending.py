@@ -58,7 +58,7 @@ class SenderLimits:
             already writes the next handoff. Longer than these steps take.
         writer_timeout_s: Longest time for which the extent of a failed send stays reserved. The
             engine is not told of the failure, so the extent is freed by an abort or by the last
-            frame of every rank. Longer than any request.
+            frame of every rank that sends. Longer than any request.
         max_sends: Most sends at a time.
     """
 
@@ -142,7 +142,7 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class OutgoingBlocks:
-    """A run of blocks of one layer of one rank that leaves now.
+    """A run of blocks of one layer of one shard that leaves now.
 
     Attributes:
         checksum: XXH3-64 of the bytes.
@@ -152,7 +152,7 @@ class OutgoingBlocks:
 
     handoff_id: bytes
     epoch: int
-    rank: int
+    shard: int
     layer: int
     first_block: int
     num_blocks: int
@@ -166,7 +166,7 @@ class OutgoingBlocks:
             FrameKind.DATA,
             self.handoff_id,
             self.epoch,
-            rank=self.rank,
+            shard=self.shard,
             layer=self.layer,
             first_block=self.first_block,
             num_blocks=self.num_blocks,
@@ -181,7 +181,7 @@ class OutgoingBlocks:
             self.handoff_id,
             self.epoch,
             self.offset,
-            rank=self.rank,
+            shard=self.shard,
             layer=self.layer,
             first_block=self.first_block,
             num_blocks=self.num_blocks,
@@ -217,9 +217,9 @@ class SenderStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A run of blocks that waits to be sent; with num_blocks 0, the end of a rank's part."""
+    """A run of blocks that waits to be sent; with num_blocks 0, the end of a shard."""
 
-    rank: int
+    shard: int
     layer: int = 0
     first_block: int = 0
     num_blocks: int = 0

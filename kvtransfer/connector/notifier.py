@@ -95,7 +95,7 @@ class Notifier:
         except RuntimeError as error:
             logger.error("copy to staging failed: %s", error)
             for handoff_id in {each.handoff_id for each in filled}:
-                self.end_part(handoff_id)
+                self.end_writing(handoff_id)
             return
         if not self._port.alive:
             return
@@ -132,17 +132,17 @@ class Notifier:
         """
         self.flush()
         self._port.abort_send(handoff_id)
-        self.end_part(handoff_id)
+        self.end_writing(handoff_id)
 
-    def end_part(self, handoff_id: bytes) -> None:
-        """Ends this rank's part of an incomplete handoff, while other ranks may write on.
+    def end_writing(self, handoff_id: bytes) -> None:
+        """Tells that this rank writes no more of an incomplete handoff; other ranks may write on.
 
         The receiver refuses the commit, because blocks are missing. The service keeps the staging
         until every rank has sent its last frame.
         """
         self.flush()
         last = kv_transfer_pb2.LocalFrame(
-            handoff_id=handoff_id, rank=self._shard, stage=self._stage, last=True
+            handoff_id=handoff_id, shard=self._shard, stage=self._stage, last=True
         )
         self._port.send_frames([last])
 
@@ -208,9 +208,9 @@ class NotifierThread:
         self.flush()
         self._put(partial(self._notifier.abort, handoff_id))
 
-    def end_part(self, handoff_id: bytes) -> None:
+    def end_writing(self, handoff_id: bytes) -> None:
         self.flush()
-        self._put(partial(self._notifier.end_part, handoff_id))
+        self._put(partial(self._notifier.end_writing, handoff_id))
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
         """Waits for queued notifications to be sent, then closes the port. Idempotent.

@@ -272,7 +272,7 @@ class RankHalf:
         stopped, self._pushes = self._pushes[first:], self._pushes[:first]
         logger.error("%s: this rank gives %d handoffs up", why, len(stopped))
         for push in stopped:
-            self._notifier.end_part(push.handoff_id)
+            self._notifier.end_writing(push.handoff_id)
         self._given_up |= {push.handoff_id for push in stopped if not push.last}
         # Batches are made again; prepared blocks are in the order of the pushes.
         self._batches.clear()

@@ -208,7 +208,7 @@ class SchedulerHalf:
         elif self._may_come(receive):
             if time.monotonic() < receive.deadline:
                 return None
-            self._port.release(receive.handoff_id, all_ranks=True, not_loaded=_EXPIRED)
+            self._port.release(receive.handoff_id, all_shards=True, not_loaded=_EXPIRED)
         self._end(receive)
         return 0
 
@@ -434,7 +434,7 @@ class SchedulerHalf:
             following |= dict.fromkeys(step.loads, _LOADED) | self._failed_loads
             self._failed_loads = {}
             for handoff_id, not_loaded in step.releases.items():
-                self._port.release(handoff_id, all_ranks=True, not_loaded=not_loaded)
+                self._port.release(handoff_id, all_shards=True, not_loaded=not_loaded)
         self._wrong.release_free()
         report.gone, self._gone = self._gone, {}
         report.is_cut_off = self._is_cut_off or not self._port.alive
@@ -479,7 +479,7 @@ class SchedulerHalf:
         for request_id in self._waited.keys() & request_ids:
             handoff_id = self._waited.pop(request_id).handoff_id
             why = self._waited_failed.pop(handoff_id, _LOADED)
-            self._port.release(handoff_id, all_ranks=True, not_loaded=why)
+            self._port.release(handoff_id, all_shards=True, not_loaded=why)
 
     def _end(
         self,

@@ -153,9 +153,9 @@ class TransferCore:
             return pb.LocalReply(send_opened=pb.LocalSendOpened(offset=offset))
         if kind == "claim":
             claim = request.claim
-            grant, effects = self._receiver.claim(claim.handoff_id, claim.rank, now)
+            grant, effects = self._receiver.claim(claim.handoff_id, claim.shard, now)
             self._carry_out(effects)
-            return pb.LocalReply(claimed=local_replies.part(grant, claim.rank, claim.num_seen))
+            return pb.LocalReply(claimed=local_replies.claimed(grant, claim.shard, claim.num_seen))
         if kind == "erase":
             self._sender.begin_erasing()
             self._receiver.begin_erasing()
@@ -171,9 +171,9 @@ class TransferCore:
             self._carry_out(
                 self._receiver.release(
                     release.handoff_id,
-                    release.rank,
+                    release.shard,
                     now,
-                    all_ranks=release.all_ranks,
+                    all_shards=release.all_shards,
                     not_loaded=release.not_loaded,
                 )
             )

@@ -10,8 +10,8 @@ from baton.kvtransfer.service.sender import Sender
 from baton.v1 import kv_transfer_pb2 as pb
 
 
-def part(grant: receiving.Grant, rank: int, first: int) -> pb.LocalClaimed:
-    """Returns one rank's part of a handoff, with at most MAX_LISTED_FRAMES frames from `first`."""
+def claimed(grant: receiving.Grant, shard: int, first: int) -> pb.LocalClaimed:
+    """Returns the answer to a claim: at most MAX_LISTED_FRAMES of its frames, from `first`."""
     return pb.LocalClaimed(
         offset=grant.offset,
         num_blocks=grant.num_blocks,
@@ -20,7 +20,7 @@ def part(grant: receiving.Grant, rank: int, first: int) -> pb.LocalClaimed:
         frames=[
             pb.LocalFrame(
                 handoff_id=grant.handoff_id,
-                rank=rank,
+                shard=shard,
                 layer=frame.layer,
                 first_block=frame.first_block,
                 num_blocks=frame.num_blocks,

@@ -21,7 +21,7 @@ class OutstandingPull:
     """One pull that has not ended: what it brings, for which handoff, and where it writes."""
 
     handoff_id: bytes
-    rank: int
+    shard: int
     frame: ReceivedFrame
     num_bytes: int
     extent: Extent

@@ -11,8 +11,8 @@ from baton.kvtransfer.receiving import (
     SENDER_AT_WORK,
     Choice,
     Handoff,
-    RankPart,
     ReceiveState,
+    ShardProgress,
     parse_open,
 )
 from baton.kvtransfer.service.receive_table import ReceiveTable
@@ -108,10 +108,10 @@ class OpenHandler:
             now: Current time.monotonic(), in seconds.
         """
         live = self._table.live.get(opened.handoff_id)
-        ranks = [RankPart() for _ in range(layout.num_shards)]
+        shards = [ShardProgress() for _ in range(layout.num_shards)]
         if live is None:
             live = Handoff(
-                opened.handoff_id, 0, None, 0, 0, 0, _S.QUEUED, now, ranks, choice, layout
+                opened.handoff_id, 0, None, 0, 0, 0, _S.QUEUED, now, shards, choice, layout
             )
             self._table.add(live)
         elif live.stream not in (None, stream) and live.state in SENDER_AT_WORK:
@@ -120,7 +120,7 @@ class OpenHandler:
                 live.stream, live.handoff_id, live.epoch, pb.REFUSAL_REASON_OLD_EPOCH, detail
             )
         self._table.assign_stream(live, stream)
-        live.epoch, live.ranks, live.layout = opened.epoch, ranks, layout
+        live.epoch, live.shards, live.layout = opened.epoch, shards, layout
         live.choice, live.problem = choice, None
         live.num_blocks, live.num_tokens = opened.num_blocks, opened.num_tokens
         self._table.reserve(live, num_bytes, opened.wait_ms / 1000, now)

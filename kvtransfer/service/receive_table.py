@@ -145,7 +145,7 @@ class ReceiveTable:
         for handoff in holding:
             own = [pull for pull in self.pulls if pull.extent is handoff.extent]
             assert all(pull.handoff_id == handoff.handoff_id for pull in own), handoff
-            assert len(own) == sum(part.num_pulls for part in handoff.ranks), handoff
+            assert len(own) == sum(shard.num_pulls for shard in handoff.shards), handoff
             is_complete = handoff.state in (_S.COMMITTED, _S.CLAIMED)
             assert not (own and is_complete), handoff
         for handoff in self.live.values():
@@ -229,7 +229,7 @@ class ReceiveTable:
         handoff = self.live.get(pull.handoff_id)
         if handoff is None or handoff.extent is not pull.extent:
             return None
-        handoff.ranks[pull.rank].num_pulls -= 1
+        handoff.shards[pull.shard].num_pulls -= 1
         return handoff, pull
 
     def _stuck_bytes(self, now: float) -> int:
@@ -261,8 +261,8 @@ class ReceiveTable:
 
     def _receive(self, handoff: Handoff, now: float) -> None:
         handoff.deadline = now + self._limits.idle_timeout_s
-        for part in handoff.ranks:
-            part.seen = bytearray(handoff.layout.shard_blocks(handoff.num_blocks))
+        for shard in handoff.shards:
+            shard.seen = bytearray(handoff.layout.shard_blocks(handoff.num_blocks))
         self.advance(handoff, _S.RECEIVING)
         self.reply(handoff, pb.PushReply.KIND_OPENED)
 

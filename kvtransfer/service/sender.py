@@ -159,7 +159,7 @@ class Sender:
             return self._table.take_effects()
         if send.state in OVER:
             if filled.last:
-                send.writers.discard((filled.rank, filled.stage))
+                send.writers.discard((filled.shard, filled.stage))
                 if not send.writers:
                     self._table.forget(send, now)
             return self._table.take_effects()
@@ -169,7 +169,7 @@ class Sender:
         if filled.num_blocks:
             send.filled.append(
                 Filled(
-                    filled.rank,
+                    filled.shard,
                     filled.layer,
                     filled.first_block,
                     filled.num_blocks,
@@ -177,10 +177,10 @@ class Sender:
                 )
             )
         if filled.last:
-            send.writers.remove((filled.rank, filled.stage))
-            if all(rank != filled.rank for rank, _ in send.writers):
+            send.writers.remove((filled.shard, filled.stage))
+            if all(shard != filled.shard for shard, _ in send.writers):
                 # All stages have filled their layers of the shard.
-                send.filled.append(Filled(filled.rank))
+                send.filled.append(Filled(filled.shard))
         send.last_filled_at = now
         if send.state is _S.SENDING:
             send.deadline = now + self._limits.idle_timeout_s
@@ -352,7 +352,7 @@ class Sender:
     def _frame(self, send: Send, filled: Filled, extent: Extent) -> Outgoing:
         if not filled.num_blocks:
             send.num_commits += 1
-            return send_frames.commit_frame(send, filled.rank)
+            return send_frames.commit_frame(send, filled.shard)
         blocks = send_frames.outgoing_blocks(
             send, filled, extent, self._known_layout(), self._memory
         )

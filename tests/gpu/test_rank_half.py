@@ -80,7 +80,7 @@ class Worker:
         self.failed = self.rank.take_report().failed
         for load in loads if releases else ():
             # The scheduler's half does this when the step has ended.
-            self.port.release(load.handoff_id, all_ranks=True)
+            self.port.release(load.handoff_id, all_shards=True)
         return invalid
 
     async def close(self):
@@ -232,7 +232,7 @@ async def test_a_shard_of_several_ranks_is_handed_over_once(tmp_path, device, se
             for layer, cache in enumerate(one.caches.values()):
                 for at, block_id in enumerate([1, 3, 2]):
                     assert bool((cache[block_id] == at + 100 * layer).all()), (layer, at)
-        receiver.port.release(handoff_id, all_ranks=True)
+        receiver.port.release(handoff_id, all_shards=True)
         await empty(sender)
         await empty(receiver)
     finally:

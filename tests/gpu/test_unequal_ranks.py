@@ -327,7 +327,7 @@ async def test_every_rank_gets_its_heads(pair, case):
     assert receiver.step(loads=[load]) == [set()] * receiver.layout.num_ranks
     sender.check()
     receiver.check()
-    receiver.ports[0].release(load.handoff_id, all_ranks=True)
+    receiver.ports[0].release(load.handoff_id, all_shards=True)
     await nothing_left(sender, receiver)
 
 

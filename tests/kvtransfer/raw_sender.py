@@ -36,28 +36,28 @@ class RawSender:
         return frames.encode_open(message)
 
     def data(self):
-        """Yields one frame per rank and layer."""
+        """Yields one frame per shard and layer."""
         handoff, layout = self.handoff, self.layout
         size = handoff.num_blocks * layout.block_bytes
-        for rank in range(layout.tp_size):
+        for shard in range(layout.tp_size):
             for layer in range(layout.num_layers):
-                start = layout.offset(rank, layer, 0, handoff.num_blocks)
+                start = layout.offset(shard, layer, 0, handoff.num_blocks)
                 yield frames.encode(
                     FrameKind.DATA, handoff.handoff_id, handoff.epoch,
                     handoff.data[start : start + size],
-                    rank=rank, layer=layer, num_blocks=handoff.num_blocks,
+                    shard=shard, layer=layer, num_blocks=handoff.num_blocks,
                 )  # fmt: skip
 
     def references(self):
-        """Yields a reference per rank and layer, to a sender's memory that begins with the data."""
+        """Yields a reference per shard and layer; the sender's memory begins with the data."""
         handoff, layout = self.handoff, self.layout
         for message in self.data():
             (frame,) = frames.decode(message)
             yield frames.encode_reference(
                 handoff.handoff_id,
                 handoff.epoch,
-                layout.offset(frame.rank, frame.layer, 0, handoff.num_blocks),
-                rank=frame.rank,
+                layout.offset(frame.shard, frame.layer, 0, handoff.num_blocks),
+                shard=frame.shard,
                 layer=frame.layer,
                 first_block=0,
                 num_blocks=frame.num_blocks,
@@ -65,18 +65,18 @@ class RawSender:
             )
 
     def commits(self):
-        for rank in range(self.layout.tp_size):
+        for shard in range(self.layout.tp_size):
             totals = Totals()
             for message in self.data():
                 (frame,) = frames.decode(message)
-                if frame.rank == rank:
+                if frame.shard == shard:
                     digest = frames.position_digest(
-                        rank, frame.layer, 0, frame.num_blocks, frame.checksum
+                        shard, frame.layer, 0, frame.num_blocks, frame.checksum
                     )
                     totals = totals.plus(len(frame.payload), digest)
             yield frames.encode(
                 FrameKind.COMMIT, self.handoff.handoff_id, self.handoff.epoch, totals.encode(),
-                rank=rank,
+                shard=shard,
             )  # fmt: skip
 
 

@@ -267,14 +267,14 @@ def messages_of(handoff_id, tokens, skip_blocks, *, epoch=1, at_once=3, alter=No
                     sent = alter(data) if alter is not None else data
                     message = frames.encode(
                         FrameKind.DATA, handoff_id, epoch, sent,
-                        rank=shard, layer=layer, first_block=block, num_blocks=1,
+                        shard=shard, layer=layer, first_block=block, num_blocks=1,
                     )  # fmt: skip
                     checksum = frames.checksum(data)
                     digest = frames.position_digest(shard, layer, block, 1, checksum)
                     totals[shard] = totals[shard].plus(len(data), digest)
                     messages.append(message)
     return messages + [
-        frames.encode(FrameKind.COMMIT, handoff_id, epoch, total.encode(), rank=shard)
+        frames.encode(FrameKind.COMMIT, handoff_id, epoch, total.encode(), shard=shard)
         for shard, total in enumerate(totals)
     ]
 

@@ -298,7 +298,7 @@ async def test_small_frames_are_reported_together_and_large_ones_at_once(start):
     notifier.flush()
     notifier.flush()
     assert [[frame.layer for frame in each] for each in told] == [[1, 2], [3, 3, 4], [4], [5]]
-    assert {frame.rank for each in told for frame in each} == {1}
+    assert {frame.shard for each in told for frame in each} == {1}
     assert told[0][0].checksum == frames.checksum(worker.port.memory[64 : 64 + half])
 
 

@@ -62,9 +62,9 @@ class Fuzzer:
         by_reference = self.rng.random() < 0.5
         opened = self.open(handoff_id, by_reference)
         messages = [frames.encode_open(opened)]
-        for rank in range(self.layout.tp_size):
+        for shard in range(self.layout.tp_size):
             for layer in range(self.layout.num_layers):
-                place = {"rank": rank, "layer": layer, "first_block": 0, "num_blocks": 2}
+                place = {"shard": shard, "layer": layer, "first_block": 0, "num_blocks": 2}
                 if by_reference:
                     offset = self.rng.choice([0, 4096, 2**20, 2**63, 2**64 - 1])
                     messages.append(
@@ -74,16 +74,16 @@ class Fuzzer:
                     data = self.rng.randbytes(2 * self.layout.block_bytes)
                     messages.append(frames.encode(FrameKind.DATA, handoff_id, 1, data, **place))
             if opened.fingerprint.draft_groups:
-                messages.append(self.draft(handoff_id, rank, opened.fingerprint.draft_groups[0]))
+                messages.append(self.draft(handoff_id, shard, opened.fingerprint.draft_groups[0]))
             totals = self.rng.randbytes(self.rng.choice([24, 24, 23, 0]))
-            messages.append(frames.encode(FrameKind.COMMIT, handoff_id, 1, totals, rank=rank))
+            messages.append(frames.encode(FrameKind.COMMIT, handoff_id, 1, totals, shard=shard))
         return messages
 
-    def draft(self, handoff_id, rank, group):
+    def draft(self, handoff_id, shard, group):
         """Returns a block of a draft, perhaps far behind the blocks of the model."""
         data = self.rng.randbytes(min(group.block_bytes, 4096))
         first = self.rng.choice([0, 1, 127, 2**20])
-        place = {"rank": rank, "layer": self.layout.num_layers, "first_block": first}
+        place = {"shard": shard, "layer": self.layout.num_layers, "first_block": first}
         return frames.encode(FrameKind.DATA, handoff_id, 1, data, num_blocks=1, **place)
 
     def fingerprint(self):
@@ -157,7 +157,7 @@ class Fuzzer:
             rng.choice([*FrameKind, *FrameKind, 0, 6, 255]),
             rng.choice([handoff_id, handoff_id, rng.randbytes(16)]),
             rng.choice([1, 1, 1, *WORDS]),
-            rank=rng.choice([0, 1, 2, 65535]),
+            shard=rng.choice([0, 1, 2, 65535]),
             layer=rng.choice(WORDS),
             first_block=rng.choice(WORDS),
             num_blocks=rng.choice(WORDS),
@@ -207,7 +207,7 @@ class Fuzzer:
             case "frames":
                 filled = [
                     pb.LocalFrame(
-                        handoff_id=handoff_id, rank=rng.choice(WORDS),
+                        handoff_id=handoff_id, shard=rng.choice(WORDS),
                         layer=rng.choice(WORDS), first_block=rng.choice(WORDS),
                         num_blocks=rng.choice(WORDS), last=rng.random() < 0.3,
                     )
@@ -217,10 +217,10 @@ class Fuzzer:
             case "abort":
                 request.abort_send.handoff_id = handoff_id
             case "claim":
-                request.claim.handoff_id, request.claim.rank = handoff_id, rng.choice(WORDS)
+                request.claim.handoff_id, request.claim.shard = handoff_id, rng.choice(WORDS)
             case "release":
-                request.release.handoff_id, request.release.rank = handoff_id, rng.choice(WORDS)
-                request.release.all_ranks = rng.random() < 0.5
+                request.release.handoff_id, request.release.shard = handoff_id, rng.choice(WORDS)
+                request.release.all_shards = rng.random() < 0.5
             case "erase":
                 request.erase.SetInParent()
             case "drop":

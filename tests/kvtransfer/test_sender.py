@@ -32,14 +32,14 @@ class Harness:
     def open(self, handoff_id=A, num_blocks=4, wait_s=2.0):
         return self.sender.open(handoff_id, "host:1", num_blocks, num_blocks * 4, wait_s, self.now)
 
-    def fill(self, rank, layer, *, handoff_id=A, num_blocks=4, last=False, offset=0, stage=0):
-        start = offset + LAYOUT.offset(rank, layer, 0, num_blocks)
+    def fill(self, shard, layer, *, handoff_id=A, num_blocks=4, last=False, offset=0, stage=0):
+        start = offset + LAYOUT.offset(shard, layer, 0, num_blocks)
         size = num_blocks * LAYOUT.block_bytes
-        data = bytes([1 + rank * 4 + layer]) * size
+        data = bytes([1 + shard * 4 + layer]) * size
         self.memory[start : start + size] = data
         return self.sender.fill(
             pb.LocalFrame(
-                handoff_id=handoff_id, rank=rank, layer=layer,
+                handoff_id=handoff_id, shard=shard, layer=layer,
                 num_blocks=num_blocks, checksum=frames.checksum(data), last=last, stage=stage,
             ),
             self.now,
@@ -69,7 +69,7 @@ def harness():
     return Harness("grpc")
 
 
-def test_frames_wait_for_the_receiver_and_commit_follows_each_ranks_last(harness):
+def test_frames_wait_for_the_receiver_and_commit_follows_each_shards_last(harness):
     reserved, *_ = harness.open()
     assert reserved == Reserved(A, 0)
     for layer in range(3):
@@ -79,7 +79,7 @@ def test_frames_wait_for_the_receiver_and_commit_follows_each_ranks_last(harness
     assert [frame.kind for frame in harness.sent()] == [FrameKind.DATA] * 3 + [FrameKind.COMMIT]
     for layer in range(3):
         harness.fill(1, layer, last=layer == 2)
-    assert [frame.rank for frame in harness.sent()] == [1] * 4
+    assert [frame.shard for frame in harness.sent()] == [1] * 4
     harness.now += 0.25
     stop, ended = harness.reply(pb.PushReply.KIND_COMMITTED)
     assert stop == StopPush(A)
@@ -94,7 +94,7 @@ def two_stages():
     return Harness("grpc", layout=replace(LAYOUT, pp_size=2))
 
 
-def test_a_rank_of_the_cache_commits_when_all_its_stages_have_ended(two_stages):
+def test_a_shard_commits_when_all_its_stages_have_ended(two_stages):
     two_stages.open()
     two_stages.sent()
     two_stages.reply(pb.PushReply.KIND_OPENED)
@@ -105,7 +105,7 @@ def test_a_rank_of_the_cache_commits_when_all_its_stages_have_ended(two_stages):
     assert [frame.kind for frame in two_stages.sent()] == [FrameKind.DATA] * 3
     two_stages.fill(0, 0)
     two_stages.fill(0, 1, last=True)
-    kinds = [(frame.rank, frame.kind) for frame in two_stages.sent()]
+    kinds = [(frame.shard, frame.kind) for frame in two_stages.sent()]
     assert kinds == [(0, FrameKind.DATA), (0, FrameKind.DATA), (0, FrameKind.COMMIT)]
     two_stages.fill(1, 2, stage=1, last=True)
     assert [frame.kind for frame in two_stages.sent()] == [FrameKind.DATA, FrameKind.COMMIT]
@@ -118,8 +118,8 @@ def test_staging_of_a_failed_send_is_kept_until_each_stage_has_ended(two_stages)
     two_stages.open()
     two_stages.sent()
     two_stages.reply(pb.PushReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_FINGERPRINT)
-    for rank, stage in [(0, 0), (0, 0), (0, 1), (1, 1), (1, 1)]:
-        two_stages.fill(rank, 0, stage=stage, last=True)
+    for shard, stage in [(0, 0), (0, 0), (0, 1), (1, 1), (1, 1)]:
+        two_stages.fill(shard, 0, stage=stage, last=True)
         assert two_stages.sender.arena_statistics().used_bytes == ARENA_BYTES
     two_stages.fill(1, 0, last=True)
     two_stages.assert_empty()
@@ -205,9 +205,9 @@ def test_every_state_has_a_timeout(harness, stage):
     if stage != "opening":
         harness.reply(pb.PushReply.KIND_OPENED)
     if stage == "committing":
-        for rank in range(2):
+        for shard in range(2):
             for layer in range(3):
-                harness.fill(rank, layer, last=layer == 2)
+                harness.fill(shard, layer, last=layer == 2)
         harness.sent()
     harness.now = 2.9
     assert harness.sender.expire(harness.now) == []
@@ -229,9 +229,9 @@ def test_an_aborted_send_keeps_its_extent_until_all_stages_have_stopped(two_stag
     assert two_stages.open(B) == []
     two_stages.now = 3 * LIMITS.linger_s
     assert two_stages.sender.expire(two_stages.now) == []
-    writers = [(rank, stage) for rank in range(2) for stage in range(2)]
+    writers = [(shard, stage) for shard in range(2) for stage in range(2)]
     *others, latest = [
-        pb.LocalFrame(handoff_id=A, rank=rank, stage=stage, last=True) for rank, stage in writers
+        pb.LocalFrame(handoff_id=A, shard=shard, stage=stage, last=True) for shard, stage in writers
     ]
     for frame in others:
         assert two_stages.sender.fill(frame, two_stages.now) == []
@@ -288,11 +288,11 @@ def test_an_aborted_extent_stays_reserved_while_the_engine_may_write(harness):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"rank": 2}, {"layer": 3}, {"first_block": 1}, {"num_blocks": 5}]
+    "wrong", [{"shard": 2}, {"layer": 3}, {"first_block": 1}, {"num_blocks": 5}]
 )
 def test_a_rank_cannot_name_bytes_outside_its_extent(harness, wrong):
     harness.open()
-    place = {"rank": 0, "layer": 0, "first_block": 0, "num_blocks": 4, **wrong}
+    place = {"shard": 0, "layer": 0, "first_block": 0, "num_blocks": 4, **wrong}
     _, ended = harness.sender.fill(pb.LocalFrame(handoff_id=A, **place), harness.now)
     assert (ended.committed, ended.reason) == (False, pb.REFUSAL_REASON_MALFORMED)
 
@@ -328,9 +328,9 @@ def test_a_reason_that_is_no_reason_is_counted_without_one(harness):
 
 
 def everything(harness, *, last=True):
-    for rank in range(2):
+    for shard in range(2):
         for layer in range(3):
-            harness.fill(rank, layer, last=last and layer == 2)
+            harness.fill(shard, layer, last=last and layer == 2)
 
 
 def offering(*names):
@@ -443,9 +443,9 @@ def test_a_send_that_shrinks_is_opened_again_in_its_staging(harness):
     assert (opened.num_blocks, opened.num_tokens) == (2, 7)
     # A late reply to the first open says nothing about the second.
     harness.reply(pb.PushReply.KIND_OPENED)
-    for rank in range(2):
+    for shard in range(2):
         for layer in range(3):
-            harness.fill(rank, layer, num_blocks=2, last=layer == 2)
+            harness.fill(shard, layer, num_blocks=2, last=layer == 2)
     assert harness.sent() == []
     harness.reply(pb.PushReply.KIND_OPENED, epoch=2)
     sent = harness.sent()

@@ -67,7 +67,7 @@ class Port:
     def subscribe(self) -> None:
         pass
 
-    def release(self, handoff_id: bytes, *, all_ranks: bool, not_loaded: int) -> None:
+    def release(self, handoff_id: bytes, *, all_shards: bool, not_loaded: int) -> None:
         pass
 
     def abort_send(self, handoff_id: bytes) -> None:

@@ -43,7 +43,7 @@ def again(frame: frames.Frame, **changes: int | bytes) -> bytes:
     fields = {
         "handoff_id": frame.handoff_id,
         "epoch": frame.epoch,
-        "rank": frame.rank,
+        "shard": frame.shard,
         "layer": frame.layer,
         "first_block": frame.first_block,
         "num_blocks": frame.num_blocks,
