@@ -12,7 +12,7 @@ from typing import Protocol
 
 from baton.kvtransfer.errors import MalformedFrame, TransferError
 from baton.kvtransfer.frames import Frame
-from baton.kvtransfer.sending import Outgoing
+from baton.kvtransfer.transports.outgoing import OutgoingFrame
 from baton.v1 import kv_transfer_pb2
 
 # The gRPC service that pushes and links are methods of.
@@ -27,7 +27,7 @@ class PushLost(TransferError):
 class Push(Protocol):
     """The sending end of one push. One task sends, another task receives."""
 
-    async def send(self, frames: Sequence[Outgoing]) -> None:
+    async def send(self, frames: Sequence[OutgoingFrame]) -> None:
         """Sends frames in this order; waits while the receiver takes no more.
 
         The payloads are read before this method first waits. Raises PushLost.

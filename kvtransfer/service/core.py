@@ -7,19 +7,18 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from baton.kvtransfer import receiving, sending
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
 from baton.kvtransfer.frames import Frame
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.push import IncomingPush, PushDialer
-from baton.kvtransfer.service import local_replies
+from baton.kvtransfer.service import local_replies, receive_state, send_state
 from baton.kvtransfer.service.fingerprint_checks import check_fingerprint
 from baton.kvtransfer.service.local_server import LocalConnection
 from baton.kvtransfer.service.pusher import Pusher
 from baton.kvtransfer.service.receiver import Receiver
 from baton.kvtransfer.service.sender import Sender
 from baton.kvtransfer.transports.negotiation import Negotiator
-from baton.kvtransfer.transports.transport import EndedPull
+from baton.kvtransfer.transports.transport import EndedPull, Pull
 from baton.v1 import kv_transfer_pb2 as pb
 
 # Longest life of an incoming push that opens no handoff; afterwards the handoff's deadlines apply.
@@ -268,32 +267,32 @@ class TransferCore:
 
     # ---- Effects and time.
 
-    def _carry_out(self, effects: Iterable[sending.Effect | receiving.Effect]) -> None:
+    def _carry_out(self, effects: Iterable[send_state.Effect | receive_state.Effect]) -> None:
         for effect in effects:
             match effect:
-                case sending.Wake(handoff_id):
+                case send_state.Wake(handoff_id):
                     if (pusher := self._pushers.get(handoff_id)) is not None:
                         pusher.wake()
-                case receiving.Pull():
+                case Pull():
                     self._negotiator.pull(effect)
-                case receiving.Stuck(detail):
+                case receive_state.Stuck(detail):
                     self.problem = detail
                     self._stop.set()
-                case receiving.Changed():
+                case receive_state.Changed():
                     self._notify_changed(effect)
-                case receiving.Reply():
+                case receive_state.Reply():
                     self._reply(effect)
-                case sending.Reserved(handoff_id, offset):
+                case send_state.Reserved(handoff_id, offset):
                     reply = pb.LocalReply(send_opened=pb.LocalSendOpened(offset=offset))
                     self._answer_open(handoff_id, reply)
-                case sending.NotReserved(handoff_id, detail):
+                case send_state.NotReserved(handoff_id, detail):
                     self._answer_open(handoff_id, pb.LocalReply(error=detail))
-                case sending.StartPush(handoff_id, target):
+                case send_state.StartPush(handoff_id, target):
                     self._start_push(handoff_id, target)
-                case sending.StopPush(handoff_id, farewell):
+                case send_state.StopPush(handoff_id, farewell):
                     if (pusher := self._pushers.pop(handoff_id, None)) is not None:
                         pusher.stop(farewell)
-                case sending.Ended():
+                case send_state.Ended():
                     self._notify_ended(effect)
 
     def _answer_open(self, handoff_id: bytes, reply: pb.LocalReply) -> None:
@@ -325,7 +324,7 @@ class TransferCore:
         self._pushers[handoff_id] = pusher
         self._live_pushers.add(pusher)
 
-    def _reply(self, reply: receiving.Reply) -> None:
+    def _reply(self, reply: receive_state.Reply) -> None:
         push = self._incoming.get(reply.stream)
         if push is None:
             return
@@ -343,8 +342,8 @@ class TransferCore:
         if reply.kind != pb.PushReply.KIND_OPENED:
             self._end_unless_served(reply.stream)
 
-    def _notify_changed(self, changed: receiving.Changed) -> None:
-        if changed.state is receiving.ReceiveState.FAILED:
+    def _notify_changed(self, changed: receive_state.Changed) -> None:
+        if changed.state is receive_state.ReceiveState.FAILED:
             push = self._incoming.get(changed.stream or 0)
             logger.info(
                 "handoff failed: %s",
@@ -360,11 +359,11 @@ class TransferCore:
                 self._notify(connection, changed)
 
     @staticmethod
-    def _notify(connection: LocalConnection, changed: receiving.Changed) -> None:
+    def _notify(connection: LocalConnection, changed: receive_state.Changed) -> None:
         state = local_replies.received_state(changed)
         connection.notify(("receive", changed.handoff_id), pb.LocalReply(handoff=state))
 
-    def _notify_ended(self, ended: sending.Ended) -> None:
+    def _notify_ended(self, ended: send_state.Ended) -> None:
         if not ended.committed:
             wanted = ended.reason != pb.REFUSAL_REASON_CANCELLED
             logger.log(

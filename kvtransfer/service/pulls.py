@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.kvtransfer.arena import Extent
-from baton.kvtransfer.receiving import ReceivedFrame
+from baton.kvtransfer.service.receive_state import ReceivedFrame
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import grpc
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import MalformedFrame
 from baton.kvtransfer.push import PUSH_METHOD, SERVICE, PushHandler, PushLost
-from baton.kvtransfer.sending import Outgoing
+from baton.kvtransfer.transports.outgoing import OutgoingFrame
 from baton.runtime import rpc
 from baton.runtime.dial import PLAIN, Dial
 from baton.v1 import kv_transfer_pb2
@@ -39,7 +39,7 @@ class GrpcPush:
         self._call, self._cancelled = call, False
         call.add_done_callback(lambda _: on_end())
 
-    async def send(self, batch: Sequence[Outgoing]) -> None:
+    async def send(self, batch: Sequence[OutgoingFrame]) -> None:
         parts = [part for frame in batch for part in (frame.header, frame.payload)]
         message = b"".join(parts)
         await self._during(self._call.write(message))

@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import TransferRefused
 from baton.kvtransfer.push import Push, PushLost
-from baton.kvtransfer.sending import Outgoing
 from baton.kvtransfer.service.sender import Sender
+from baton.kvtransfer.transports.outgoing import OutgoingFrame
 from baton.v1 import kv_transfer_pb2
 
 # Longest time for the last frame of a push that ends; then the push is cancelled.
@@ -115,7 +115,7 @@ class Pusher:
                 await push.send(batch)
                 self._sender.handle_written(self._handoff_id, time.monotonic())
             if self._farewell is not None:
-                await push.send([Outgoing(self._farewell, memoryview(b""))])
+                await push.send([OutgoingFrame(self._farewell, memoryview(b""))])
             await push.finish()
         except PushLost:
             # The reading task reports the reason, with the receiver's words if there are any.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.kvtransfer.errors import MalformedFrame
 from baton.kvtransfer.frames import Frame, FrameKind, Totals, verify
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.receiving import Handoff, ReceiveState, ShardProgress
+from baton.kvtransfer.service.receive_state import Handoff, ReceiveState, ShardProgress
 from baton.v1 import kv_transfer_pb2 as pb
 
 

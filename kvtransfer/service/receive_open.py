@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from google.protobuf.message import DecodeError
+
 from baton.kvtransfer.errors import MalformedFrame
-from baton.kvtransfer.frames import Frame
+from baton.kvtransfer.frames import MAX_OPEN_BYTES, Frame, verify
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.receiving import (
+from baton.kvtransfer.service.receive_state import (
     SENDER_AT_WORK,
-    Choice,
     Handoff,
     ReceiveState,
     ShardProgress,
-    parse_open,
 )
 from baton.kvtransfer.service.receive_table import ReceiveTable
+from baton.kvtransfer.transports.negotiation import Choice
 from baton.runtime import kv_fingerprint
 from baton.v1 import kv_transfer_pb2 as pb
 
 _S = ReceiveState
+# Largest number of transports in an open. Baton has fewer transports.
+MAX_OFFERS = 16
 
 
 class OpenHandler:
@@ -40,7 +43,7 @@ class OpenHandler:
             return
         live = self._table.live.get(frame.handoff_id)
         try:
-            opened = parse_open(frame)
+            opened = _parse_open(frame)
             sent = _sent_layout(opened, layout)
             num_bytes = self._checked_bytes(opened, sent, live)
             choice = self._choose(stream, opened)
@@ -162,3 +165,22 @@ def _draft_problem(group: pb.KvGroup, layout: KvLayout) -> str | None:
         f"{group.block_bytes} bytes, kind {group.kind}, table {group.table}; must be at least "
         f"1 layer of {tokens} tokens, at least {tokens} bytes, KIND_FULL, table {table.table}"
     )
+
+
+def _parse_open(frame: Frame) -> pb.PushOpen:
+    """Returns the message of an open frame. Raises MalformedFrame."""
+    if len(frame.payload) > MAX_OPEN_BYTES:
+        raise MalformedFrame(f"open of {len(frame.payload)} bytes; at most {MAX_OPEN_BYTES}")
+    if not verify(frame):
+        raise MalformedFrame("the open was altered", pb.REFUSAL_REASON_CHECKSUM)
+    try:
+        opened = pb.PushOpen.FromString(bytes(frame.payload))
+    except DecodeError as error:
+        raise MalformedFrame(f"the open's payload is not a PushOpen: {error}") from None
+    if opened.handoff_id != frame.handoff_id or opened.epoch != frame.epoch:
+        raise MalformedFrame("the open's payload names another handoff than its header")
+    if opened.num_blocks < 1:
+        raise MalformedFrame("num_blocks is 0; must be at least 1")
+    if len(opened.offers) > MAX_OFFERS:
+        raise MalformedFrame(f"{len(opened.offers)} offers; at most {MAX_OFFERS}")
+    return opened

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from baton.kvtransfer.arena import Arena, ArenaStatistics
 from baton.kvtransfer.frames import Frame
-from baton.kvtransfer.receiving import (
+from baton.kvtransfer.service.pulls import OutstandingPull, OutstandingPulls
+from baton.kvtransfer.service.receive_state import (
     SENDER_AT_WORK,
     TRANSITIONS,
     Changed,
@@ -24,7 +25,6 @@ from baton.kvtransfer.receiving import (
     Stuck,
     changed,
 )
-from baton.kvtransfer.service.pulls import OutstandingPull, OutstandingPulls
 from baton.kvtransfer.service.staging_eraser import StagingEraser
 from baton.kvtransfer.service.staging_queue import StagingQueue
 from baton.v1 import kv_transfer_pb2 as pb

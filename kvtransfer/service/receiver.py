@@ -24,23 +24,23 @@ from baton.kvtransfer.arena import Arena, ArenaStatistics
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
 from baton.kvtransfer.frames import Frame, FrameKind, copy, position_digest
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.receiving import (
+from baton.kvtransfer.service.pulls import OutstandingPull
+from baton.kvtransfer.service.receive_checks import data_problem, missing, promised_totals
+from baton.kvtransfer.service.receive_open import OpenHandler
+from baton.kvtransfer.service.receive_state import (
     SENDER_AT_WORK,
     Changed,
-    Choice,
     Effect,
     Grant,
     Handoff,
-    Pull,
     ReceivedFrame,
     ReceiverLimits,
     ReceiverStatistics,
     ReceiveState,
 )
-from baton.kvtransfer.service.pulls import OutstandingPull
-from baton.kvtransfer.service.receive_checks import data_problem, missing, promised_totals
-from baton.kvtransfer.service.receive_open import OpenHandler
 from baton.kvtransfer.service.receive_table import ReceiveTable
+from baton.kvtransfer.transports.negotiation import Choice
+from baton.kvtransfer.transports.transport import Pull
 from baton.v1 import kv_transfer_pb2 as pb
 
 _S = ReceiveState

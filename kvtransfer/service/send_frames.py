@@ -6,11 +6,12 @@ from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Extent
 from baton.kvtransfer.frames import FrameKind, position_digest
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.sending import Filled, Outgoing, OutgoingBlocks, Send, SendState
+from baton.kvtransfer.service.send_state import Filled, Send, SendState
+from baton.kvtransfer.transports.outgoing import OutgoingBlocks, OutgoingFrame
 from baton.v1 import kv_transfer_pb2 as pb
 
 
-def open_frame(send: Send, layout: KvLayout, now: float) -> Outgoing:
+def open_frame(send: Send, layout: KvLayout, now: float) -> OutgoingFrame:
     """Returns the frame that opens the current epoch of a send."""
     message = pb.PushOpen(
         handoff_id=send.handoff_id,
@@ -21,14 +22,14 @@ def open_frame(send: Send, layout: KvLayout, now: float) -> Outgoing:
         wait_ms=max(0, round((send.wait_until - now) * 1000)),
         offers=send.offers,
     )
-    return Outgoing(frames.encode_open(message), memoryview(b""))
+    return OutgoingFrame(frames.encode_open(message), memoryview(b""))
 
 
-def commit_frame(send: Send, shard: int) -> Outgoing:
+def commit_frame(send: Send, shard: int) -> OutgoingFrame:
     """Returns the frame that commits one shard with its totals."""
     totals = send.totals[shard].encode()
     commit = frames.encode(FrameKind.COMMIT, send.handoff_id, send.epoch, totals, shard=shard)
-    return Outgoing(commit, memoryview(b""))
+    return OutgoingFrame(commit, memoryview(b""))
 
 
 def outgoing_blocks(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.frames import FrameKind, Totals
-from baton.kvtransfer.sending import (
+from baton.kvtransfer.service.send_state import (
     OVER,
     TRANSITIONS,
     Effect,

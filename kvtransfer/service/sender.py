@@ -18,11 +18,12 @@ from baton.kvtransfer.arena import Arena, ArenaStatistics, Extent
 from baton.kvtransfer.errors import TransferRefused, shortened
 from baton.kvtransfer.frames import Totals
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.sending import (
+from baton.kvtransfer.service import send_frames
+from baton.kvtransfer.service.send_frames import fill_problem
+from baton.kvtransfer.service.send_state import (
     OVER,
     Effect,
     Filled,
-    Outgoing,
     Send,
     SenderLimits,
     SenderStatistics,
@@ -30,9 +31,8 @@ from baton.kvtransfer.sending import (
     SendState,
     Wake,
 )
-from baton.kvtransfer.service import send_frames
-from baton.kvtransfer.service.send_frames import fill_problem
 from baton.kvtransfer.service.send_table import SendTable
+from baton.kvtransfer.transports.outgoing import OutgoingFrame
 from baton.runtime.kv_transports import UNNAMED_TRANSPORT
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -244,7 +244,7 @@ class Sender:
 
     def next_batch(
         self, handoff_id: bytes, max_bytes: int, now: float
-    ) -> Sequence[Outgoing] | None:
+    ) -> Sequence[OutgoingFrame] | None:
         """Returns the next frames to send, about max_bytes of blocks; None: wait for a Wake.
 
         The caller reads the payloads before anything else can happen.
@@ -262,7 +262,7 @@ class Sender:
                 raise TransferRefused("no transport can be used")
             frame = send_frames.open_frame(send, self._known_layout(), now)
             return [frame]
-        batch, room = list[Outgoing](), max_bytes
+        batch, room = list[OutgoingFrame](), max_bytes
         while send.state is _S.SENDING and send.num_sent < len(send.filled) and room > 0:
             filled = send.filled[send.num_sent]
             send.num_sent += 1
@@ -349,7 +349,7 @@ class Sender:
         self._table.advance(send, _S.SENDING)
         self._table.add_effect(Wake(send.handoff_id))
 
-    def _frame(self, send: Send, filled: Filled, extent: Extent) -> Outgoing:
+    def _frame(self, send: Send, filled: Filled, extent: Extent) -> OutgoingFrame:
         if not filled.num_blocks:
             send.num_commits += 1
             return send_frames.commit_frame(send, filled.shard)

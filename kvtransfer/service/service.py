@@ -34,13 +34,13 @@ from baton.kvtransfer.addresses import advertised, bind
 from baton.kvtransfer.arena import Arena, Segment
 from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.push import SERVICE
-from baton.kvtransfer.receiving import ReceiverLimits
-from baton.kvtransfer.sending import SenderLimits
 from baton.kvtransfer.service import local_server
 from baton.kvtransfer.service.core import TransferCore
 from baton.kvtransfer.service.local_server import LocalConnection
 from baton.kvtransfer.service.push_stream import GrpcPushDialer, PushServicer
+from baton.kvtransfer.service.receive_state import ReceiverLimits
 from baton.kvtransfer.service.receiver import Receiver
+from baton.kvtransfer.service.send_state import SenderLimits
 from baton.kvtransfer.service.sender import Sender
 from baton.kvtransfer.transports import registry
 from baton.kvtransfer.transports.negotiation import Negotiator

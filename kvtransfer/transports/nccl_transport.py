@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, cast
 import grpc
 
 from baton.kvtransfer.errors import TransferError
-from baton.kvtransfer.receiving import Pull
-from baton.kvtransfer.sending import Outgoing, OutgoingBlocks
 from baton.kvtransfer.transports.link_store import may_have_gpu
-from baton.kvtransfer.transports.transport import ServiceContext, Transport, TransportHandler
+from baton.kvtransfer.transports.outgoing import OutgoingBlocks, OutgoingFrame
+from baton.kvtransfer.transports.transport import Pull, ServiceContext, Transport, TransportHandler
 from baton.v1 import kv_transfer_pb2 as pb
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ class ProcessGroupTransport(Transport):
     async def prepare(self, target: str) -> None:
         await self._served().wait_decided(target)
 
-    def frame(self, blocks: OutgoingBlocks) -> Outgoing:
+    def frame(self, blocks: OutgoingBlocks) -> OutgoingFrame:
         return blocks.reference()
 
     def accept(self, stream: int, offer: pb.TransportOffer) -> int:

@@ -9,16 +9,32 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 
 from baton.kvtransfer.errors import MalformedFrame, TransferError, shortened
-from baton.kvtransfer.receiving import Choice, Pull
-from baton.kvtransfer.sending import Outgoing, OutgoingBlocks
-from baton.kvtransfer.transports.transport import Transport
+from baton.kvtransfer.transports.outgoing import OutgoingBlocks, OutgoingFrame
+from baton.kvtransfer.transports.transport import Pull, Transport
 from baton.runtime.kv_transports import UNNAMED_TRANSPORT
 from baton.v1 import kv_transfer_pb2 as pb
 
 # Number of targets for which operators can see the transport that was used last.
 MAX_PEERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The transport that the receiver takes for an epoch.
+
+    Attributes:
+        transport: Name of the transport.
+        reason: Why no better one was taken; empty when it is the best.
+        source_bytes: Size of the sender's memory that references of the epoch may name; 0 when the
+            transport has no references.
+    """
+
+    transport: str
+    reason: str = ""
+    source_bytes: int = 0
 
 
 class Negotiator:
@@ -97,7 +113,7 @@ class Negotiator:
         """Returns the transport of the latest handoff to each target."""
         return list(self._peers.values())
 
-    def frame(self, transport: str, blocks: OutgoingBlocks) -> Outgoing:
+    def frame(self, transport: str, blocks: OutgoingBlocks) -> OutgoingFrame:
         """Returns the frame by which a transport carries a run of blocks."""
         return self._transports[transport].frame(blocks)
 

@@ -28,9 +28,8 @@ import grpc
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import TransferError
-from baton.kvtransfer.receiving import Pull
 from baton.kvtransfer.transports.pull import Puller, PullTransport
-from baton.kvtransfer.transports.transport import EndedPull, ServiceContext, TransportHandler
+from baton.kvtransfer.transports.transport import EndedPull, Pull, ServiceContext, TransportHandler
 from baton.runtime import quick_exit
 from baton.v1 import kv_transfer_pb2 as pb
 

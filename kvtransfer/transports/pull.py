@@ -21,10 +21,10 @@ from typing import Generic, TypeVar
 import grpc
 
 from baton.kvtransfer.errors import TransferError
-from baton.kvtransfer.receiving import Pull
-from baton.kvtransfer.sending import Outgoing, OutgoingBlocks
+from baton.kvtransfer.transports.outgoing import OutgoingBlocks, OutgoingFrame
 from baton.kvtransfer.transports.transport import (
     EndedPull,
+    Pull,
     ServiceContext,
     Transport,
     TransportHandler,
@@ -241,7 +241,7 @@ class PullTransport(Transport, Generic[SourceT]):
         if self._thread is not None:
             await self._thread.close()
 
-    def frame(self, blocks: OutgoingBlocks) -> Outgoing:
+    def frame(self, blocks: OutgoingBlocks) -> OutgoingFrame:
         return blocks.reference()
 
     def pull(self, pull: Pull) -> None:

@@ -21,9 +21,8 @@ import xxhash
 from baton.kvtransfer.arena import SEGMENT_DIRECTORY, segment_path
 from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.frames import COPY_BYTES
-from baton.kvtransfer.receiving import Pull
 from baton.kvtransfer.transports.pull import Puller, PullTransport
-from baton.kvtransfer.transports.transport import EndedPull, ServiceContext
+from baton.kvtransfer.transports.transport import EndedPull, Pull, ServiceContext
 from baton.v1 import kv_transfer_pb2 as pb
 
 # Seconds after which a segment is unmapped that nothing refers to. Its owner may have died, and the

@@ -22,11 +22,29 @@ from typing import Protocol
 import grpc
 
 from baton.kvtransfer.errors import TransferError
-from baton.kvtransfer.receiving import Pull
-from baton.kvtransfer.sending import Outgoing, OutgoingBlocks
+from baton.kvtransfer.transports.outgoing import OutgoingBlocks, OutgoingFrame
 from baton.runtime.dial import PLAIN, Dial
 from baton.runtime.kv_transfer_config import KvTransferConfig
 from baton.v1 import kv_transfer_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Bytes of the sender's memory to read into staging; the transport tells how that ended.
+
+    Attributes:
+        serial: Number of the pull, unique in this service.
+        stream: The push that carried the reference; its transport reads.
+        source: Offset of the bytes in the sender's memory.
+        target: Offset of the bytes in this service's segment.
+        num_bytes: Number of bytes.
+    """
+
+    serial: int
+    stream: int
+    source: int
+    target: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +52,7 @@ class EndedPull:
     """A pull that has ended: nothing can write to its target any more.
 
     Attributes:
-        serial: Number of the pull (receiving.Pull).
+        serial: Number of the pull (Pull.serial).
         digest: XXH3-64 of the bytes in the target; None when the read failed.
     """
 
@@ -122,7 +140,7 @@ class Transport(ABC):
         """Called when a receiver took a worse transport than this one for a handoff."""
         return
 
-    def frame(self, blocks: OutgoingBlocks) -> Outgoing:
+    def frame(self, blocks: OutgoingBlocks) -> OutgoingFrame:
         """Returns the frame that carries a run of blocks: a data frame with its bytes."""
         return blocks.data_frame()
 

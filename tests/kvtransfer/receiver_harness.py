@@ -9,7 +9,7 @@ from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.errors import MalformedFrame
 from baton.kvtransfer.frames import FrameKind, Totals
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.receiving import (
+from baton.kvtransfer.service.receive_state import (
     TRANSITIONS,
     Changed,
     ReceiverLimits,

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 from simulated_streams import Socket, Stream, truth
 from simulated_transports import SimulatedPuller, simulated
 
-from baton.kvtransfer import frames, receiving
+from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
-from baton.kvtransfer.receiving import Grant, ReceiverLimits, ReceiveState
+from baton.kvtransfer.service import receive_state
+from baton.kvtransfer.service.receive_state import Grant, ReceiverLimits, ReceiveState
 from baton.kvtransfer.service.receiver import Receiver
+from baton.kvtransfer.transports.transport import Pull
 from baton.v1 import kv_transfer_pb2 as pb
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ RECEIVE_BLOCKS = 3
 # One shard more than exist; its claims are refused.
 _MOST_SHARDS = 3
 
-FrameKey = tuple[int, receiving.ReceivedFrame]
+FrameKey = tuple[int, receive_state.ReceivedFrame]
 """An epoch, and a frame of that epoch."""
 
 
@@ -130,7 +132,7 @@ class Decode:
             if self.states[grant.handoff_id] is ReceiveState.CLAIMED:
                 assert self._bytes(grant) == self._expected(grant, shard), grant
 
-    def _place(self, grant: Grant, frame: receiving.ReceivedFrame) -> slice:
+    def _place(self, grant: Grant, frame: receive_state.ReceivedFrame) -> slice:
         """Returns the slice of a frame's bytes in its shard."""
         start = (frame.layer * grant.num_blocks + frame.first_block) * self._block_bytes
         return slice(start, start + frame.num_blocks * self._block_bytes)
@@ -171,19 +173,19 @@ class Decode:
         self.carry_out(self.receiver.handle_stream_lost(stream.number, self.world.now))
         stream.down.append(None)
 
-    def carry_out(self, effects: Iterable[receiving.Effect]) -> None:
+    def carry_out(self, effects: Iterable[receive_state.Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, receiving.Changed):
+            if isinstance(effect, receive_state.Changed):
                 before = self.states.get(effect.handoff_id)
-                assert before is None or effect.state in receiving.TRANSITIONS[before], effect
+                assert before is None or effect.state in receive_state.TRANSITIONS[before], effect
                 self.states[effect.handoff_id] = effect.state
                 if effect.state is ReceiveState.COMMITTED:
                     self.world.committed.add((effect.handoff_id, effect.epoch))
                 continue
-            if isinstance(effect, receiving.Stuck):
+            if isinstance(effect, receive_state.Stuck):
                 # The service would end; going on is harder.
                 continue
-            if isinstance(effect, receiving.Pull):
+            if isinstance(effect, Pull):
                 self.negotiator.pull(effect)
                 continue
             stream = self.world.stream(effect.stream)

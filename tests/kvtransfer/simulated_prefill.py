@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from simulated_streams import Socket, Stream, truth
 from simulated_transports import simulated
 
-from baton.kvtransfer import frames, sending
+from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.errors import TransferRefused
-from baton.kvtransfer.sending import SenderLimits
+from baton.kvtransfer.service import send_state
+from baton.kvtransfer.service.send_state import SenderLimits
 from baton.kvtransfer.service.sender import Sender
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -47,7 +48,7 @@ class Send:
     offset: int | None = None
     writing: bool = False
     aborted: bool = False
-    ended: list[sending.Ended | sending.NotReserved] = field(default_factory=list)
+    ended: list[send_state.Ended | send_state.NotReserved] = field(default_factory=list)
     ended_at: float = 0.0
 
     @property
@@ -234,13 +235,13 @@ class Prefill:
         if self.streams.get(handoff_id) is stream:
             self.carry_out(self.sender.handle_push_lost(handoff_id, "lost", self.world.now))
 
-    def carry_out(self, effects: Iterable[sending.Effect]) -> None:
+    def carry_out(self, effects: Iterable[send_state.Effect]) -> None:
         for effect in effects:
             send, stream = self.sends[effect.handoff_id], self.streams.get(effect.handoff_id)
             match effect:
-                case sending.Reserved(_, offset):
+                case send_state.Reserved(_, offset):
                     self._told.post(functools.partial(self._begin_writing, send, offset))
-                case sending.StartPush():
+                case send_state.StartPush():
                     assert stream is None
                     stream = Stream(self.world.number(), send)
                     self.streams[send.handoff_id] = stream
@@ -248,21 +249,21 @@ class Prefill:
                     if not send.target.alive:
                         stream.cut()
                         stream.receiver_over = True
-                case sending.Wake():
+                case send_state.Wake():
                     if stream is not None and not stream.is_cut:
                         stream.awake = True
-                case sending.StopPush(_, farewell):
+                case send_state.StopPush(_, farewell):
                     if stream is not None:
                         del self.streams[send.handoff_id]
                         if not stream.is_cut:
                             stream.up += [farewell, None] if farewell else [None]
                         stream.sender_over, stream.awake = True, False
-                case sending.NotReserved() | sending.Ended():
+                case send_state.NotReserved() | send_state.Ended():
                     assert not send.ended, (send, effect)
                     send.ended.append(effect)
                     send.ended_at = self.world.now
                     self._settle_writer(send)
-                    if isinstance(effect, sending.Ended) and effect.committed:
+                    if isinstance(effect, send_state.Ended) and effect.committed:
                         assert (send.handoff_id, effect.epoch) in self.world.committed
 
     @staticmethod

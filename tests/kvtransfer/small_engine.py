@@ -15,8 +15,8 @@ from baton.kvtransfer.control import Claim
 from baton.kvtransfer.errors import TransferRefused
 from baton.kvtransfer.frames import FrameKind, Totals
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.receiving import Changed, ReceiverLimits
 from baton.kvtransfer.service.local_replies import received_state
+from baton.kvtransfer.service.receive_state import Changed, ReceiverLimits
 from baton.kvtransfer.service.receiver import Receiver
 from baton.v1 import kv_transfer_pb2 as pb
 

@@ -18,8 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import MalformedFrame
 from baton.kvtransfer.frames import FrameKind
-from baton.kvtransfer.receiving import ReceiveState
-from baton.kvtransfer.sending import Ended
+from baton.kvtransfer.service.receive_state import ReceiveState
+from baton.kvtransfer.service.send_state import Ended
 
 sys.path.append(str(Path(__file__).parent))
 

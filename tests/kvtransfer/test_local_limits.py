@@ -11,11 +11,11 @@ from small_engine import LAYERS, LAYOUT, LIMITS, SHARDS, messages_of
 from baton.kvtransfer import frames, local_wire
 from baton.kvtransfer.arena import Arena, Segment
 from baton.kvtransfer.control import EnginePort
-from baton.kvtransfer.sending import SenderLimits
 from baton.kvtransfer.service import local_server
 from baton.kvtransfer.service.core import TransferCore
 from baton.kvtransfer.service.local_server import LocalConnection
 from baton.kvtransfer.service.receiver import Receiver
+from baton.kvtransfer.service.send_state import SenderLimits
 from baton.kvtransfer.service.sender import Sender
 from baton.v1 import kv_transfer_pb2 as pb
 

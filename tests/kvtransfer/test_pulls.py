@@ -21,9 +21,9 @@ from receiver_harness import (
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import TransferError, TransferRefused
 from baton.kvtransfer.frames import FrameKind, Totals
-from baton.kvtransfer.receiving import Pull, ReceiveState
+from baton.kvtransfer.service.receive_state import ReceiveState
 from baton.kvtransfer.transports.pull import Puller, PullThread
-from baton.kvtransfer.transports.transport import EndedPull
+from baton.kvtransfer.transports.transport import EndedPull, Pull
 from baton.v1 import kv_transfer_pb2 as pb
 
 COMMITTED = [(pb.PushReply.KIND_COMMITTED, 0)]

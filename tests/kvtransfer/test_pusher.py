@@ -9,9 +9,9 @@ import pytest
 from simulated_transports import named
 
 from baton.kvtransfer.arena import Arena
-from baton.kvtransfer.sending import Outgoing
 from baton.kvtransfer.service.pusher import Pusher
 from baton.kvtransfer.service.sender import Sender, SenderLimits
+from baton.kvtransfer.transports.outgoing import OutgoingFrame
 from baton.v1 import kv_transfer_pb2 as pb
 
 
@@ -21,7 +21,7 @@ class NoPush:
     def __init__(self) -> None:
         self._ended = asyncio.Event()
 
-    async def send(self, frames: Sequence[Outgoing]) -> None: ...
+    async def send(self, frames: Sequence[OutgoingFrame]) -> None: ...
 
     async def receive(self) -> pb.PushReply | None:
         await self._ended.wait()

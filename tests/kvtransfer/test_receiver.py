@@ -23,7 +23,7 @@ from baton.kvtransfer import frames
 from baton.kvtransfer.errors import TransferRefused
 from baton.kvtransfer.frames import FrameKind
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.receiving import ReceiveState
+from baton.kvtransfer.service.receive_state import ReceiveState
 from baton.v1 import kv_transfer_pb2 as pb
 
 

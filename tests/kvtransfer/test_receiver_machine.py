@@ -10,7 +10,7 @@ from receiver_harness import LAYOUT, Harness, honest_messages, open_message, sha
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import TransferRefused
 from baton.kvtransfer.frames import FrameKind, Totals
-from baton.kvtransfer.receiving import Grant, ReceiveState
+from baton.kvtransfer.service.receive_state import Grant, ReceiveState
 
 
 @dataclass

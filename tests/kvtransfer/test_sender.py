@@ -12,7 +12,7 @@ from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.errors import MAX_TEXT_CHARS, TransferRefused
 from baton.kvtransfer.frames import FrameKind
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.sending import NotReserved, Reserved, SenderLimits, StopPush
+from baton.kvtransfer.service.send_state import NotReserved, Reserved, SenderLimits, StopPush
 from baton.kvtransfer.service.sender import Sender
 from baton.v1 import kv_transfer_pb2 as pb
 

@@ -15,12 +15,12 @@ from baton.kvtransfer import frames
 from baton.kvtransfer.arena import SEGMENT_PREFIX, Segment
 from baton.kvtransfer.control import filled_frame
 from baton.kvtransfer.errors import TransferError
-from baton.kvtransfer.receiving import Pull
 from baton.kvtransfer.transports import nccl_transport, registry, shm_transport
 from baton.kvtransfer.transports.links import link_method
 from baton.kvtransfer.transports.negotiation import Negotiator
 from baton.kvtransfer.transports.transport import (
     EndedPull,
+    Pull,
     ServiceContext,
     Transport,
 )

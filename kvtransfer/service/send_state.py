@@ -1,4 +1,4 @@
-"""The sender's data of a handoff: states, limits, effects. service/sender.py is the machine."""
+"""The sender's data of a handoff: states, limits, effects. sender.py is the machine."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Extent
-from baton.kvtransfer.frames import FrameKind, Totals
+from baton.kvtransfer.frames import Totals
+from baton.kvtransfer.transports.outgoing import OutgoingBlocks, OutgoingFrame
 from baton.v1 import kv_transfer_pb2 as pb
 
 
@@ -132,64 +132,6 @@ class Ended:
 Effect = Reserved | NotReserved | StartPush | Wake | StopPush | Ended
 
 
-@dataclass(frozen=True, slots=True)
-class Outgoing:
-    """A frame to send now. The payload is staging: copy it before anything else can happen."""
-
-    header: bytes
-    payload: memoryview
-
-
-@dataclass(frozen=True, slots=True)
-class OutgoingBlocks:
-    """A run of blocks of one layer of one shard that leaves now.
-
-    Attributes:
-        checksum: XXH3-64 of the bytes.
-        offset: Where the bytes are in the sender's segment.
-        payload: The bytes, a view of the segment.
-    """
-
-    handoff_id: bytes
-    epoch: int
-    shard: int
-    layer: int
-    first_block: int
-    num_blocks: int
-    checksum: int
-    offset: int
-    payload: memoryview
-
-    def data_frame(self) -> Outgoing:
-        """Returns the frame that carries the bytes."""
-        header = frames.encode_header(
-            FrameKind.DATA,
-            self.handoff_id,
-            self.epoch,
-            shard=self.shard,
-            layer=self.layer,
-            first_block=self.first_block,
-            num_blocks=self.num_blocks,
-            payload_bytes=len(self.payload),
-            payload_checksum=self.checksum,
-        )
-        return Outgoing(header, self.payload)
-
-    def reference(self) -> Outgoing:
-        """Returns the frame that says where the bytes are in the sender's segment."""
-        reference = frames.encode_reference(
-            self.handoff_id,
-            self.epoch,
-            self.offset,
-            shard=self.shard,
-            layer=self.layer,
-            first_block=self.first_block,
-            num_blocks=self.num_blocks,
-            blocks_checksum=self.checksum,
-        )
-        return Outgoing(reference, memoryview(b""))
-
-
 class SenderTransports(Protocol):
     """The transports, as the sender uses them; transports/negotiation.py implements this."""
 
@@ -197,7 +139,7 @@ class SenderTransports(Protocol):
         """Returns the offers for an epoch to a target, best first, without those tried."""
         ...
 
-    def frame(self, transport: str, blocks: OutgoingBlocks) -> Outgoing:
+    def frame(self, transport: str, blocks: OutgoingBlocks) -> OutgoingFrame:
         """Returns the frame by which a transport carries a run of blocks."""
         ...
 

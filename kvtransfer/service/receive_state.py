@@ -1,4 +1,4 @@
-"""The receiver's data of a handoff: states, limits, effects. service/receiver.py is the machine."""
+"""The receiver's data of a handoff: states, limits, effects. receiver.py is the machine."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from google.protobuf.message import DecodeError
-
 from baton.kvtransfer.arena import Extent
-from baton.kvtransfer.errors import MalformedFrame
-from baton.kvtransfer.frames import MAX_OPEN_BYTES, Frame, Totals, verify
+from baton.kvtransfer.frames import Totals
 from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.transports.negotiation import Choice
+from baton.kvtransfer.transports.transport import Pull
 from baton.v1 import kv_transfer_pb2 as pb
 
 
@@ -42,25 +41,7 @@ TRANSITIONS: dict[ReceiveState, frozenset[ReceiveState]] = {
     _S.FAILED: frozenset(),
 }
 _NO_TOTALS = Totals()
-# Largest number of transports in an open. Baton has fewer transports.
-MAX_OFFERS = 16
 SENDER_AT_WORK = frozenset({_S.QUEUED, _S.RECEIVING, _S.INTERRUPTED})
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The transport that the receiver takes for an epoch.
-
-    Attributes:
-        transport: Name of the transport.
-        reason: Why no better one was taken; empty when it is the best.
-        source_bytes: Size of the sender's memory that references of the epoch may name; 0 when the
-            transport has no references.
-    """
-
-    transport: str
-    reason: str = ""
-    source_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,25 +122,6 @@ class Changed:
     num_shards: int = 0
     has_draft: bool = False
     stream: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Pull:
-    """Effect: read bytes from the sender's memory into staging, and tell how that ended.
-
-    Attributes:
-        serial: Number of the pull, unique in this service.
-        stream: The push that carried the reference; its transport reads.
-        source: Offset of the bytes in the sender's memory.
-        target: Offset of the bytes in this service's segment.
-        num_bytes: Number of bytes.
-    """
-
-    serial: int
-    stream: int
-    source: int
-    target: int
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,22 +223,3 @@ def changed(
         bool(handoff.layout.draft_groups),
         handoff.last_stream,
     )
-
-
-def parse_open(frame: Frame) -> pb.PushOpen:
-    """Returns the message of an open frame. Raises MalformedFrame."""
-    if len(frame.payload) > MAX_OPEN_BYTES:
-        raise MalformedFrame(f"open of {len(frame.payload)} bytes; at most {MAX_OPEN_BYTES}")
-    if not verify(frame):
-        raise MalformedFrame("the open was altered", pb.REFUSAL_REASON_CHECKSUM)
-    try:
-        opened = pb.PushOpen.FromString(bytes(frame.payload))
-    except DecodeError as error:
-        raise MalformedFrame(f"the open's payload is not a PushOpen: {error}") from None
-    if opened.handoff_id != frame.handoff_id or opened.epoch != frame.epoch:
-        raise MalformedFrame("the open's payload names another handoff than its header")
-    if opened.num_blocks < 1:
-        raise MalformedFrame("num_blocks is 0; must be at least 1")
-    if len(opened.offers) > MAX_OFFERS:
-        raise MalformedFrame(f"{len(opened.offers)} offers; at most {MAX_OFFERS}")
-    return opened
