@@ -1,4 +1,4 @@
-"""Frames, the units that travel on a push: each is a fixed header and a payload.
+"""Frames, the units that travel on the stream of a handoff: each is a fixed header and a payload.
 
 A message of the stream is one or more whole frames. The header (60 bytes, little-endian) is
 
@@ -51,7 +51,7 @@ _NOTHING = memoryview(b"")
 class FrameKind(IntEnum):
     """Kinds of frames; the numbers are on the wire."""
 
-    # The payload is a PushOpen.
+    # The payload is a HandoffOpen.
     OPEN = 1
     # The payload is num_blocks blocks of one layer of one shard. The layer names the group, whose
     # blocks are counted from the handoff's first token on.
@@ -217,7 +217,7 @@ def encode_reference(
     return header + _OFFSET.pack(offset)
 
 
-def encode_open(message: kv_transfer_pb2.PushOpen) -> bytes:
+def encode_open(message: kv_transfer_pb2.HandoffOpen) -> bytes:
     """Returns the frame that begins an epoch of a handoff."""
     payload = message.SerializeToString()
     return encode(FrameKind.OPEN, message.handoff_id, message.epoch, payload)

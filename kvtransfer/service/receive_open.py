@@ -34,7 +34,9 @@ class OpenHandler:
             can use none of them.
     """
 
-    def __init__(self, table: ReceiveTable, choose: Callable[[int, pb.PushOpen], Choice]) -> None:
+    def __init__(
+        self, table: ReceiveTable, choose: Callable[[int, pb.HandoffOpen], Choice]
+    ) -> None:
         self._table, self._choose = table, choose
 
     def handle(self, stream: int, frame: Frame, layout: KvLayout, now: float) -> None:
@@ -77,7 +79,7 @@ class OpenHandler:
             return False
         return True
 
-    def _checked_bytes(self, opened: pb.PushOpen, layout: KvLayout, live: Handoff | None) -> int:
+    def _checked_bytes(self, opened: pb.HandoffOpen, layout: KvLayout, live: Handoff | None) -> int:
         """Returns the size of a handoff in bytes; raises MalformedFrame when it cannot be taken."""
         num_bytes = layout.handoff_bytes(opened.num_blocks)
         most = opened.num_blocks * layout.counted_tokens
@@ -94,7 +96,7 @@ class OpenHandler:
     def _begin(
         self,
         stream: int,
-        opened: pb.PushOpen,
+        opened: pb.HandoffOpen,
         choice: Choice,
         num_bytes: int,
         layout: KvLayout,
@@ -129,7 +131,7 @@ class OpenHandler:
         self._table.reserve(live, num_bytes, opened.wait_ms / 1000, now)
 
 
-def _sent_layout(opened: pb.PushOpen, layout: KvLayout) -> KvLayout:
+def _sent_layout(opened: pb.HandoffOpen, layout: KvLayout) -> KvLayout:
     """Returns the layout of a handoff; raises MalformedFrame if it does not fit this cache."""
     if differing := kv_fingerprint.differences(layout.fingerprint(), opened.fingerprint):
         raise MalformedFrame(
@@ -167,16 +169,16 @@ def _draft_problem(group: pb.KvGroup, layout: KvLayout) -> str | None:
     )
 
 
-def _parse_open(frame: Frame) -> pb.PushOpen:
+def _parse_open(frame: Frame) -> pb.HandoffOpen:
     """Returns the message of an open frame. Raises MalformedFrame."""
     if len(frame.payload) > MAX_OPEN_BYTES:
         raise MalformedFrame(f"open of {len(frame.payload)} bytes; at most {MAX_OPEN_BYTES}")
     if not verify(frame):
         raise MalformedFrame("the open was altered", pb.REFUSAL_REASON_CHECKSUM)
     try:
-        opened = pb.PushOpen.FromString(bytes(frame.payload))
+        opened = pb.HandoffOpen.FromString(bytes(frame.payload))
     except DecodeError as error:
-        raise MalformedFrame(f"the open's payload is not a PushOpen: {error}") from None
+        raise MalformedFrame(f"the open's payload is not a HandoffOpen: {error}") from None
     if opened.handoff_id != frame.handoff_id or opened.epoch != frame.epoch:
         raise MalformedFrame("the open's payload names another handoff than its header")
     if opened.num_blocks < 1:

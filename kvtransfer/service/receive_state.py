@@ -72,7 +72,7 @@ class Reply:
     """Effect: write a reply to a stream. A refusal of the stream's handoff also ends the stream."""
 
     stream: int
-    kind: pb.PushReply.Kind.ValueType
+    kind: pb.HandoffReply.Kind.ValueType
     handoff_id: bytes
     epoch: int
     reason: pb.RefusalReason.ValueType = pb.REFUSAL_REASON_UNSPECIFIED
@@ -107,7 +107,7 @@ class Changed:
     """Effect: tell subscribers a handoff's new state.
 
     Attributes:
-        stream: Number of the push that carried the latest open; None before the first open.
+        stream: Number of the stream that carried the latest open; None before the first open.
     """
 
     handoff_id: bytes
@@ -180,8 +180,8 @@ class Handoff:
     An extent that is given up while pulls may write to it belongs to those pulls (pulls.py).
 
     Attributes:
-        stream: Number of the push that carries it; None once that has ended.
-        last_stream: The same, also after the push has ended.
+        stream: Number of the stream that carries it; None once that has ended.
+        last_stream: The same, also after the stream has ended.
         shards: What has arrived of each of the sender's shards.
         layout: Layout of the handoff: of this cache, with the sender's draft and number of shards.
         problem: Why the epoch was interrupted.

@@ -264,7 +264,7 @@ class ReceiveTable:
         for shard in handoff.shards:
             shard.seen = bytearray(handoff.layout.shard_blocks(handoff.num_blocks))
         self.advance(handoff, _S.RECEIVING)
-        self.reply(handoff, pb.PushReply.KIND_OPENED)
+        self.reply(handoff, pb.HandoffReply.KIND_OPENED)
 
     def interrupt(
         self, handoff: Handoff, reason: pb.RefusalReason.ValueType, detail: str, now: float
@@ -357,11 +357,11 @@ class ReceiveTable:
         if not quiet:
             self._effects.append(changed(handoff))
 
-    def reply(self, handoff: Handoff, kind: pb.PushReply.Kind.ValueType) -> None:
+    def reply(self, handoff: Handoff, kind: pb.HandoffReply.Kind.ValueType) -> None:
         """Replies on the stream of a handoff."""
         if handoff.stream is not None:
             reply = Reply(handoff.stream, kind, handoff.handoff_id, handoff.epoch)
-            if kind == pb.PushReply.KIND_OPENED:
+            if kind == pb.HandoffReply.KIND_OPENED:
                 chosen = handoff.choice
                 reply = replace(reply, transport=chosen.transport, transport_reason=chosen.reason)
             self._effects.append(reply)
@@ -377,7 +377,7 @@ class ReceiveTable:
         """Counts a refusal, and replies with it when there is a stream."""
         self.statistics.refusals[reason] += 1
         if stream is not None:
-            kind = pb.PushReply.KIND_REFUSED
+            kind = pb.HandoffReply.KIND_REFUSED
             self._effects.append(Reply(stream, kind, handoff_id, epoch, reason, detail))
 
     def state_text(self, handoff_id: bytes) -> str:

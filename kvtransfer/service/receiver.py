@@ -49,8 +49,7 @@ _S = ReceiveState
 class Receiver:
     """The handoffs from other workers to this one.
 
-    A stream is one incoming push. The caller numbers streams and never reuses a number. One stream
-    carries one handoff.
+    The caller numbers incoming streams and never reuses a number. A stream carries one handoff.
 
     Args:
         arena: Arena of the receiving half of the segment; this object is its only user.
@@ -65,7 +64,7 @@ class Receiver:
         arena: Arena,
         memory: memoryview,
         limits: ReceiverLimits,
-        choose: Callable[[int, pb.PushOpen], Choice],
+        choose: Callable[[int, pb.HandoffOpen], Choice],
     ) -> None:
         self._table = ReceiveTable(arena, limits)
         self._opens = OpenHandler(self._table, choose)
@@ -425,7 +424,7 @@ class Receiver:
             handoff.deadline = now + self._limits.commit_ttl_s
             self._table.statistics.num_committed += 1
             self._table.advance(handoff, _S.COMMITTED)
-            self._table.reply(handoff, pb.PushReply.KIND_COMMITTED)
+            self._table.reply(handoff, pb.HandoffReply.KIND_COMMITTED)
 
     def _known_layout(self) -> KvLayout:
         if self._layout is None:

@@ -13,7 +13,7 @@ from baton.v1 import kv_transfer_pb2 as pb
 
 def open_frame(send: Send, layout: KvLayout, now: float) -> OutgoingFrame:
     """Returns the frame that opens the current epoch of a send."""
-    message = pb.PushOpen(
+    message = pb.HandoffOpen(
         handoff_id=send.handoff_id,
         epoch=send.epoch,
         fingerprint=layout.fingerprint(),

@@ -88,7 +88,7 @@ class NotReserved:
 
 
 @dataclass(frozen=True, slots=True)
-class StartPush:
+class StartStream:
     """Effect: dial the target; then take batches with `next_batch`."""
 
     handoff_id: bytes
@@ -103,8 +103,8 @@ class Wake:
 
 
 @dataclass(frozen=True, slots=True)
-class StopPush:
-    """Effect: end the push, after writing `farewell` when there is one."""
+class StopStream:
+    """Effect: end the stream, after writing `farewell` when there is one."""
 
     handoff_id: bytes
     farewell: bytes | None = None
@@ -129,7 +129,7 @@ class Ended:
     exposed_s: float
 
 
-Effect = Reserved | NotReserved | StartPush | Wake | StopPush | Ended
+Effect = Reserved | NotReserved | StartStream | Wake | StopStream | Ended
 
 
 class SenderTransports(Protocol):

@@ -207,7 +207,7 @@ class Sender:
         send.deadline = min(send.deadline, now + self._table.linger_s(send))
         return self._table.take_effects()
 
-    def handle_reply(self, reply: pb.PushReply, handoff_id: bytes, now: float) -> list[Effect]:
+    def handle_reply(self, reply: pb.HandoffReply, handoff_id: bytes, now: float) -> list[Effect]:
         """Applies a reply of a send's receiver.
 
         Replies to older epochs are ignored.
@@ -215,7 +215,7 @@ class Sender:
         send = self._table.sends.get(handoff_id)
         if send is None or send.state in OVER:
             return self._table.take_effects()
-        if reply.kind == pb.PushReply.KIND_REFUSED and reply.epoch in (0, send.epoch):
+        if reply.kind == pb.HandoffReply.KIND_REFUSED and reply.epoch in (0, send.epoch):
             # A reason of a later version is a number that this one has no name for.
             reason = reply.reason if reply.reason > 0 else pb.REFUSAL_REASON_UNSPECIFIED
             detail = shortened(f"{send.target}: {reply.detail}")
@@ -224,18 +224,18 @@ class Sender:
                 self._table.fall_back(send, reason, detail, now)
             else:
                 self._table.fail(send, reason, detail, now)
-        elif reply.kind == pb.PushReply.KIND_COMMITTED:
+        elif reply.kind == pb.HandoffReply.KIND_COMMITTED:
             if reply.epoch == send.epoch and send.state is _S.COMMITTING:
                 self._table.end(send, _S.COMMITTED, now, "")
-        elif reply.kind == pb.PushReply.KIND_OPENED:
+        elif reply.kind == pb.HandoffReply.KIND_OPENED:
             # A receiver that replies before the open has left is broken; its reply is ignored.
             is_asked = send.state is _S.OPENING and not send.open_due
             if is_asked and reply.epoch == send.epoch:
                 self._opened(send, reply.transport, now)
         return self._table.take_effects()
 
-    def handle_push_lost(self, handoff_id: bytes, detail: str, now: float) -> list[Effect]:
-        """Fails a send whose push has ended before the commit."""
+    def handle_stream_lost(self, handoff_id: bytes, detail: str, now: float) -> list[Effect]:
+        """Fails a send whose stream has ended before the commit."""
         send = self._table.sends.get(handoff_id)
         if send is not None and send.state not in OVER:
             reason, detail = pb.REFUSAL_REASON_UNSPECIFIED, f"{send.target}: {detail}"

@@ -27,7 +27,7 @@ LINK_FRAME_TIMEOUT_S = 10.0
 
 
 class ProcessGroupTransport(Transport):
-    """Sends references on the push; the receiver reads the blocks by a process group.
+    """Sends references on the stream; the receiver reads the blocks by a process group.
 
     The transport's name is torch's name of the backend.
     """
@@ -35,7 +35,7 @@ class ProcessGroupTransport(Transport):
     def __init__(self, name: str, service: ServiceContext) -> None:
         super().__init__(name, service)
         self._links: Links | None = None
-        # The link of each accepted push.
+        # The link of each accepted stream.
         self._sources: dict[int, ReceivingLink] = {}
         self._check_backend()
 

@@ -51,7 +51,7 @@ class Negotiator:
         self._withheld: OrderedDict[str, dict[str, str]] = OrderedDict()
         # By target: the transport of the latest handoff.
         self._peers: OrderedDict[str, pb.PeerTransport] = OrderedDict()
-        # By number of the incoming push: the transport that was accepted for it.
+        # By number of the incoming stream: the transport that was accepted for it.
         self._accepted: dict[int, Transport] = {}
 
     # ---- Sending.
@@ -86,7 +86,7 @@ class Negotiator:
             self._withheld.popitem(last=False)
         return offers
 
-    def opened(self, target: str, reply: pb.PushReply, offered: Container[str]) -> None:
+    def opened(self, target: str, reply: pb.HandoffReply, offered: Container[str]) -> None:
         """Records a target's choice. The sender refuses a choice that was not offered."""
         if reply.transport not in self._transports:
             return
@@ -127,7 +127,7 @@ class Negotiator:
 
     # ---- Receiving.
 
-    def choose(self, stream: int, opened: pb.PushOpen) -> Choice:
+    def choose(self, stream: int, opened: pb.HandoffOpen) -> Choice:
         """Takes the first of an open's offers that this service can use too.
 
         Raises:
@@ -148,11 +148,11 @@ class Negotiator:
         )
 
     def pull(self, pull: Pull) -> None:
-        """Begins a pull by the transport that was accepted for its push."""
+        """Begins a pull by the transport that was accepted for its stream."""
         self._accepted[pull.stream].pull(pull)
 
     def end(self, stream: int) -> None:
-        """Releases the resources that a transport holds for an incoming push. Idempotent."""
+        """Releases the resources that a transport holds for an incoming stream. Idempotent."""
         if (transport := self._accepted.pop(stream, None)) is not None:
             transport.end(stream)
 

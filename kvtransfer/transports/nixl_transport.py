@@ -218,10 +218,10 @@ def _patient_agent(api: Any, name: str) -> Any:
 
 @dataclass(slots=True)
 class _Peer:
-    """The pushes and pulls of this service that read from another one.
+    """The streams and pulls of this service that read from another one.
 
     Attributes:
-        num_users: Number of its pushes, and of pulls that have not ended.
+        num_users: Number of its streams, and of pulls that have not ended.
         num_pulls: Number of those pulls.
         last_end: When the latest pull ended, or the first of the pulls under way began.
         refused_until: Time until which no handoff is accepted, because a read failed.
@@ -234,7 +234,7 @@ class _Peer:
 
 
 class NixlTransport(PullTransport[NixlSource]):
-    """Sends references on the push; the receiver reads the blocks with NIXL."""
+    """Sends references on the stream; the receiver reads the blocks with NIXL."""
 
     def __init__(self, name: str, service: ServiceContext) -> None:
         super().__init__(name, service)

@@ -209,7 +209,7 @@ class PullTransport(Transport, Generic[SourceT]):
         super().__init__(name, service)
         self._thread: PullThread[SourceT] | None = None
         self._handler: TransportHandler | None = None
-        # Source of each accepted push, and of each pull that has not ended.
+        # Source of each accepted stream, and of each pull that has not ended.
         self._sources: dict[int, SourceT] = {}
         self._pulled: dict[int, SourceT] = {}
 
@@ -223,7 +223,7 @@ class PullTransport(Transport, Generic[SourceT]):
             raise TransferError(self._thread.problem)
 
     def _released(self, source: SourceT) -> None:
-        """Called when a push or a pull no longer uses a source."""
+        """Called when a stream or a pull no longer uses a source."""
         del source
 
     def serve(self, server: grpc.aio.Server, handler: TransportHandler) -> None:

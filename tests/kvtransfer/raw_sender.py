@@ -1,17 +1,17 @@
-"""A raw gRPC client that pushes one handoff to a real service."""
+"""A raw gRPC client that sends one handoff to a real service."""
 
 import asyncio
 from contextlib import asynccontextmanager
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.frames import FrameKind, Totals
-from baton.kvtransfer.push import PUSH_METHOD
+from baton.kvtransfer.grpc_methods import HANDOFF_METHOD
 from baton.runtime import rpc
 from baton.v1 import kv_transfer_pb2 as pb
 
 
 class RawSender:
-    """One push, and the correct messages of one handoff, which the tests alter."""
+    """One stream, and the correct messages of one handoff, which the tests alter."""
 
     def __init__(self, call, layout, handoff):
         self.call, self.layout, self.handoff = call, layout, handoff
@@ -24,7 +24,7 @@ class RawSender:
         return await asyncio.wait_for(self.call.read(), 120)
 
     def open(self, **changes):
-        message = pb.PushOpen(
+        message = pb.HandoffOpen(
             handoff_id=self.handoff.handoff_id,
             epoch=self.handoff.epoch,
             fingerprint=self.layout.fingerprint(),
@@ -32,7 +32,7 @@ class RawSender:
             num_tokens=self.handoff.num_tokens,
             wait_ms=1000,
         )
-        message.MergeFrom(pb.PushOpen(**changes))
+        message.MergeFrom(pb.HandoffOpen(**changes))
         return frames.encode_open(message)
 
     def data(self):
@@ -82,12 +82,14 @@ class RawSender:
 
 @asynccontextmanager
 async def dialled(receiver, layout, one):
-    """Opens a push for a handoff on a connection of its own."""
+    """Opens a stream for a handoff on a connection of its own."""
     async with rpc.channel(
         receiver.client.address, max_message_bytes=rpc.MAX_FRAME_BYTES
     ) as channel:
         call = channel.stream_stream(
-            PUSH_METHOD, request_serializer=None, response_deserializer=pb.PushReply.FromString
+            HANDOFF_METHOD,
+            request_serializer=None,
+            response_deserializer=pb.HandoffReply.FromString,
         )()
         try:
             yield RawSender(call, layout, one)

@@ -47,7 +47,7 @@ def open_message(
     handoff_id, epoch, num_blocks, *, layout=LAYOUT, wait_ms=2000, offers=(), fingerprint=None
 ) -> bytes:
     return frames.encode_open(
-        pb.PushOpen(
+        pb.HandoffOpen(
             handoff_id=handoff_id,
             epoch=epoch,
             fingerprint=fingerprint or layout.fingerprint(),
@@ -131,7 +131,7 @@ class Harness:
                 self.states[effect.handoff_id] = effect.state
             elif isinstance(effect, Stuck):
                 self.stuck = effect.detail
-            elif effect.kind == pb.PushReply.KIND_OPENED:
+            elif effect.kind == pb.HandoffReply.KIND_OPENED:
                 self.opened[effect.handoff_id] = effect.epoch
         return [effect for effect in effects if isinstance(effect, Reply)]
 
@@ -166,8 +166,8 @@ def kinds(replies) -> list[tuple[int, int]]:
     return [(reply.kind, reply.reason) for reply in replies]
 
 
-OPENED = [(pb.PushReply.KIND_OPENED, 0)]
+OPENED = [(pb.HandoffReply.KIND_OPENED, 0)]
 
 
 def refused(reason) -> list[tuple[int, int]]:
-    return [(pb.PushReply.KIND_REFUSED, reason)]
+    return [(pb.HandoffReply.KIND_REFUSED, reason)]

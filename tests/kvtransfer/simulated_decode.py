@@ -155,7 +155,7 @@ class Decode:
     # ---- Its transfer service.
 
     def take(self, stream: Stream, message: bytes) -> None:
-        """Takes one message of a push."""
+        """Takes one message of a stream."""
         try:
             for frame in frames.decode(message):
                 self.carry_out(self.receiver.handle_frame(stream.number, frame, self.world.now))
@@ -167,7 +167,7 @@ class Decode:
         self.carry_out(self.receiver.handle_pulled(serial, digest, self.world.now))
 
     def lose(self, stream: Stream) -> None:
-        """Tells the receiver that the push has ended."""
+        """Tells the receiver that the stream has ended."""
         stream.receiver_over = stream.ending = True
         self.negotiator.end(stream.number)
         self.carry_out(self.receiver.handle_stream_lost(stream.number, self.world.now))
@@ -192,12 +192,12 @@ class Decode:
             if stream is None or stream.ending:
                 continue
             stream.down.append(
-                pb.PushReply(
+                pb.HandoffReply(
                     kind=effect.kind, handoff_id=effect.handoff_id, epoch=effect.epoch,
                     reason=effect.reason, detail=effect.detail, transport=effect.transport,
                 )
             )  # fmt: skip
-            if effect.kind != pb.PushReply.KIND_OPENED:
+            if effect.kind != pb.HandoffReply.KIND_OPENED:
                 self._end_unless_served(stream)
 
     def expire(self) -> None:

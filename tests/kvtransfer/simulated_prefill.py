@@ -224,16 +224,16 @@ class Prefill:
         stream.send(batch)
         self.sender.handle_written(handoff_id, self.world.now)
 
-    def take(self, stream: Stream, reply: pb.PushReply) -> None:
+    def take(self, stream: Stream, reply: pb.HandoffReply) -> None:
         effects = self.sender.handle_reply(reply, stream.attempt.handoff_id, self.world.now)
         self.carry_out(effects)
 
     def lose(self, stream: Stream) -> None:
-        """Tells the sender that the push has ended."""
+        """Tells the sender that the stream has ended."""
         handoff_id = stream.attempt.handoff_id
         stream.sender_over, stream.awake = True, False
         if self.streams.get(handoff_id) is stream:
-            self.carry_out(self.sender.handle_push_lost(handoff_id, "lost", self.world.now))
+            self.carry_out(self.sender.handle_stream_lost(handoff_id, "lost", self.world.now))
 
     def carry_out(self, effects: Iterable[send_state.Effect]) -> None:
         for effect in effects:
@@ -241,7 +241,7 @@ class Prefill:
             match effect:
                 case send_state.Reserved(_, offset):
                     self._told.post(functools.partial(self._begin_writing, send, offset))
-                case send_state.StartPush():
+                case send_state.StartStream():
                     assert stream is None
                     stream = Stream(self.world.number(), send)
                     self.streams[send.handoff_id] = stream
@@ -252,7 +252,7 @@ class Prefill:
                 case send_state.Wake():
                     if stream is not None and not stream.is_cut:
                         stream.awake = True
-                case send_state.StopPush(_, farewell):
+                case send_state.StopStream(_, farewell):
                     if stream is not None:
                         del self.streams[send.handoff_id]
                         if not stream.is_cut:

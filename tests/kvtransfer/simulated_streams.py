@@ -1,4 +1,4 @@
-"""The carriers of messages in the simulated network: pushes and workers' sockets."""
+"""The carriers of messages in the simulated network: streams and workers' sockets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def joined(batch: Sequence[OutgoingFrame]) -> bytes:
 
 
 class Stream:
-    """One push. None in a queue is the end of that direction.
+    """One stream. None in a queue is the end of that direction.
 
     Attributes:
         awake: Whether the sender may have a batch for it.
@@ -40,7 +40,7 @@ class Stream:
         self.number, self.attempt = number, send
         self.source, self.target = send.source, send.target
         self.up: deque[bytes | None] = deque()
-        self.down: deque[pb.PushReply | None] = deque()
+        self.down: deque[pb.HandoffReply | None] = deque()
         self.awake = True
         self.is_cut = self.ending = self.sender_over = self.receiver_over = False
 

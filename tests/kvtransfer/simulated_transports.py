@@ -121,7 +121,7 @@ class SimulatedMemory(Transport):
 
 
 class NamedTransport(Transport):
-    """Carries data frames on the push, under any name; as shm, references."""
+    """Carries data frames on the stream, under any name; as shm, references."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, NO_SERVICE)

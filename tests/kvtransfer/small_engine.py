@@ -252,7 +252,7 @@ def messages_of(handoff_id, tokens, skip_blocks, *, epoch=1, at_once=3, alter=No
         alter: Takes a block's bytes, and returns the bytes to send instead.
     """
     num_blocks = LAYOUT.num_blocks(len(tokens)) - skip_blocks
-    opened = pb.PushOpen(
+    opened = pb.HandoffOpen(
         handoff_id=handoff_id, epoch=epoch, fingerprint=LAYOUT.fingerprint(),
         num_blocks=num_blocks, num_tokens=len(tokens) - skip_blocks * SIZE, wait_ms=2000,
     )  # fmt: skip

@@ -26,7 +26,7 @@ from baton.kvtransfer.transports.pull import Puller, PullThread
 from baton.kvtransfer.transports.transport import EndedPull, Pull
 from baton.v1 import kv_transfer_pb2 as pb
 
-COMMITTED = [(pb.PushReply.KIND_COMMITTED, 0)]
+COMMITTED = [(pb.HandoffReply.KIND_COMMITTED, 0)]
 
 
 def references(handoff_id, epoch, num_blocks):

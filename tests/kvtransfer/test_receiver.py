@@ -35,7 +35,7 @@ def harness():
 def test_a_whole_handoff_is_loaded_rank_by_rank_in_any_order(harness):
     assert kinds(harness.deliver(1, open_message(IDS[0], 1, 3))) == OPENED
     replies = harness.send_all(1, IDS[0], 1, 3, order=random.Random(1))
-    assert kinds(replies) == [(pb.PushReply.KIND_COMMITTED, 0)]
+    assert kinds(replies) == [(pb.HandoffReply.KIND_COMMITTED, 0)]
     for shard in range(2):
         grant, _ = harness.receiver.claim(IDS[0], shard, harness.now)
         assert harness.bytes_of(grant) == shard_truth(grant, shard)
@@ -92,7 +92,7 @@ def test_frames_of_other_streams_and_older_epochs_change_nothing(harness):
     assert kinds(harness.deliver(9, open_message(IDS[0], 1, 2))) == refused(
         pb.REFUSAL_REASON_OLD_EPOCH
     )
-    assert kinds(harness.send_all(1, IDS[0], 2, 2)) == [(pb.PushReply.KIND_COMMITTED, 0)]
+    assert kinds(harness.send_all(1, IDS[0], 2, 2)) == [(pb.HandoffReply.KIND_COMMITTED, 0)]
     grant, _ = harness.receiver.claim(IDS[0], 1, harness.now)
     assert harness.bytes_of(grant) == shard_truth(grant, 1, epoch=2)
 
@@ -119,8 +119,8 @@ def test_staging_is_given_in_order_and_a_large_handoff_is_not_overtaken(harness)
     assert harness.states[IDS[1]] is ReceiveState.QUEUED
     replies = harness.seen(harness.receiver.drop(IDS[0], harness.now))
     assert [(reply.stream, reply.kind) for reply in replies] == [
-        (1, pb.PushReply.KIND_REFUSED),
-        (2, pb.PushReply.KIND_OPENED),
+        (1, pb.HandoffReply.KIND_REFUSED),
+        (2, pb.HandoffReply.KIND_OPENED),
     ]
     replies = harness.tick(2.0)
     assert [(reply.stream, reply.reason) for reply in replies] == [(3, pb.REFUSAL_REASON_NO_ROOM)]

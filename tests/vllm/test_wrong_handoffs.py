@@ -99,7 +99,7 @@ def foreign_bytes(raw: bytes, frame: frames.Frame) -> list[bytes]:
 
 
 def other_fingerprint(raw: bytes, frame: frames.Frame) -> list[bytes]:
-    opened = kv_transfer_pb2.PushOpen.FromString(bytes(frame.payload))
+    opened = kv_transfer_pb2.HandoffOpen.FromString(bytes(frame.payload))
     opened.fingerprint.head_size += 1
     return [again(frame, payload=opened.SerializeToString())]
 

@@ -272,7 +272,7 @@ class KvGroup(_message.Message):
 Global___KvGroup: _TypeAlias = KvGroup  # noqa: Y015
 
 @_typing.final
-class PushOpen(_message.Message):
+class HandoffOpen(_message.Message):
     """Payload of the open frame: asks the receiver to reserve staging for one epoch of a handoff."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -317,7 +317,7 @@ class PushOpen(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PushOpen: _TypeAlias = PushOpen  # noqa: Y015
+Global___HandoffOpen: _TypeAlias = HandoffOpen  # noqa: Y015
 
 @_typing.final
 class TransportOffer(_message.Message):
@@ -456,8 +456,8 @@ class LinkRead(_message.Message):
 Global___LinkRead: _TypeAlias = LinkRead  # noqa: Y015
 
 @_typing.final
-class PushReply(_message.Message):
-    """Reply of the receiver on a Push stream."""
+class HandoffReply(_message.Message):
+    """Reply of the receiver on the stream of a handoff."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -465,23 +465,23 @@ class PushReply(_message.Message):
         ValueType = _typing.NewType("ValueType", _builtins.int)
         V: _TypeAlias = ValueType  # noqa: Y015
 
-    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[PushReply._Kind.ValueType], _builtins.type):
+    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[HandoffReply._Kind.ValueType], _builtins.type):
         DESCRIPTOR: _descriptor.EnumDescriptor
-        KIND_UNSPECIFIED: PushReply._Kind.ValueType  # 0
-        KIND_OPENED: PushReply._Kind.ValueType  # 1
+        KIND_UNSPECIFIED: HandoffReply._Kind.ValueType  # 0
+        KIND_OPENED: HandoffReply._Kind.ValueType  # 1
         """The whole size is reserved; the sender may send data frames."""
-        KIND_COMMITTED: PushReply._Kind.ValueType  # 2
+        KIND_COMMITTED: HandoffReply._Kind.ValueType  # 2
         """The commit is verified: the receiver has every byte. The sender may free its staging."""
-        KIND_REFUSED: PushReply._Kind.ValueType  # 3
+        KIND_REFUSED: HandoffReply._Kind.ValueType  # 3
         """The receiver accepts nothing more for this handoff and epoch. The sender must stop."""
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
-    KIND_UNSPECIFIED: PushReply.Kind.ValueType  # 0
-    KIND_OPENED: PushReply.Kind.ValueType  # 1
+    KIND_UNSPECIFIED: HandoffReply.Kind.ValueType  # 0
+    KIND_OPENED: HandoffReply.Kind.ValueType  # 1
     """The whole size is reserved; the sender may send data frames."""
-    KIND_COMMITTED: PushReply.Kind.ValueType  # 2
+    KIND_COMMITTED: HandoffReply.Kind.ValueType  # 2
     """The commit is verified: the receiver has every byte. The sender may free its staging."""
-    KIND_REFUSED: PushReply.Kind.ValueType  # 3
+    KIND_REFUSED: HandoffReply.Kind.ValueType  # 3
     """The receiver accepts nothing more for this handoff and epoch. The sender must stop."""
 
     KIND_FIELD_NUMBER: _builtins.int
@@ -491,7 +491,7 @@ class PushReply(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     TRANSPORT_REASON_FIELD_NUMBER: _builtins.int
-    kind: Global___PushReply.Kind.ValueType
+    kind: Global___HandoffReply.Kind.ValueType
     handoff_id: _builtins.bytes
     epoch: _builtins.int
     reason: Global___RefusalReason.ValueType
@@ -503,7 +503,7 @@ class PushReply(_message.Message):
     def __init__(
         self,
         *,
-        kind: Global___PushReply.Kind.ValueType = ...,
+        kind: Global___HandoffReply.Kind.ValueType = ...,
         handoff_id: _builtins.bytes = ...,
         epoch: _builtins.int = ...,
         reason: Global___RefusalReason.ValueType = ...,
@@ -517,7 +517,7 @@ class PushReply(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PushReply: _TypeAlias = PushReply  # noqa: Y015
+Global___HandoffReply: _TypeAlias = HandoffReply  # noqa: Y015
 
 @_typing.final
 class LocalRequest(_message.Message):

@@ -36,8 +36,8 @@ class KvTransferStub:
     with KV cache bytes are not protobuf; kvtransfer/ registers these streams:
 
     `/baton.v1.KvTransfer/Push` transfers one handoff: the sender writes raw frames, the receiver
-    writes PushReply messages; kvtransfer/frames.py defines the frames. The first frame is an open
-    with a PushOpen as payload. A data frame carries handoff, epoch, layer, block range and checksum.
+    writes HandoffReply messages; kvtransfer/frames.py defines the frames. The first frame is an open
+    with a HandoffOpen as payload. A data frame carries handoff, epoch, layer, block range and checksum.
     The commit frame carries the totals. With a transport other than gRPC, data frames contain a
     reference instead of the bytes, which the receiver reads by that transport.
 
@@ -57,8 +57,8 @@ class KvTransferAsyncStub(KvTransferStub):
     with KV cache bytes are not protobuf; kvtransfer/ registers these streams:
 
     `/baton.v1.KvTransfer/Push` transfers one handoff: the sender writes raw frames, the receiver
-    writes PushReply messages; kvtransfer/frames.py defines the frames. The first frame is an open
-    with a PushOpen as payload. A data frame carries handoff, epoch, layer, block range and checksum.
+    writes HandoffReply messages; kvtransfer/frames.py defines the frames. The first frame is an open
+    with a HandoffOpen as payload. A data frame carries handoff, epoch, layer, block range and checksum.
     The commit frame carries the totals. With a transport other than gRPC, data frames contain a
     reference instead of the bytes, which the receiver reads by that transport.
 
@@ -74,8 +74,8 @@ class KvTransferServicer(metaclass=_abc_1.ABCMeta):
     with KV cache bytes are not protobuf; kvtransfer/ registers these streams:
 
     `/baton.v1.KvTransfer/Push` transfers one handoff: the sender writes raw frames, the receiver
-    writes PushReply messages; kvtransfer/frames.py defines the frames. The first frame is an open
-    with a PushOpen as payload. A data frame carries handoff, epoch, layer, block range and checksum.
+    writes HandoffReply messages; kvtransfer/frames.py defines the frames. The first frame is an open
+    with a HandoffOpen as payload. A data frame carries handoff, epoch, layer, block range and checksum.
     The commit frame carries the totals. With a transport other than gRPC, data frames contain a
     reference instead of the bytes, which the receiver reads by that transport.
 
