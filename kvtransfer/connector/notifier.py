@@ -45,7 +45,7 @@ class Copy(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
+class StagedFrame:
     """A frame's blocks in staging.
 
     Attributes:
@@ -88,7 +88,7 @@ class Notifier:
         """False once the service no longer gets notifications."""
         return self._port.alive
 
-    def filled(self, copy: Copy, filled: Sequence[Filled]) -> None:
+    def filled(self, copy: Copy, filled: Sequence[StagedFrame]) -> None:
         """Waits for the copy and queues its frames; call `flush` after a step's last frames."""
         try:
             copy.wait()
@@ -179,7 +179,7 @@ class NotifierThread:
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(max_queued)
         self._taking, self._has_failed = True, False
         # Copies that the thread does not know of yet, and their bytes.
-        self._copies: list[tuple[Copy, Sequence[Filled]]] = []
+        self._copies: list[tuple[Copy, Sequence[StagedFrame]]] = []
         self._num_bytes = 0
         self._thread = threading.Thread(target=self._run, name="baton-notifier", daemon=True)
         self._thread.start()
@@ -188,7 +188,7 @@ class NotifierThread:
     def alive(self) -> bool:
         return self._taking and self._notifier.alive
 
-    def filled(self, copy: Copy, filled: Sequence[Filled]) -> None:
+    def filled(self, copy: Copy, filled: Sequence[StagedFrame]) -> None:
         self._copies.append((copy, filled))
         self._num_bytes += sum(each.num_bytes for each in filled)
         if self._num_bytes >= _WAKE_BYTES:
@@ -199,7 +199,7 @@ class NotifierThread:
             self._put(partial(self._all_filled, self._copies))
         self._copies, self._num_bytes = [], 0
 
-    def _all_filled(self, copies: Sequence[tuple[Copy, Sequence[Filled]]]) -> None:
+    def _all_filled(self, copies: Sequence[tuple[Copy, Sequence[StagedFrame]]]) -> None:
         for copy, filled in copies:
             self._notifier.filled(copy, filled)
         self._notifier.flush()

@@ -12,9 +12,9 @@ import torch
 
 from baton.kvtransfer.connector.block_copies import BlockCopies, LayerRuns, Run
 from baton.kvtransfer.connector.cuda_copies import CudaCopies
-from baton.kvtransfer.connector.handoff_step import HandoffStep, LoadReport, Push
+from baton.kvtransfer.connector.handoff_step import HandoffStep, LoadReport, Save
 from baton.kvtransfer.connector.host_copies import HostCopies
-from baton.kvtransfer.connector.notifier import Filled, Notifier, NotifierThread
+from baton.kvtransfer.connector.notifier import Notifier, NotifierThread, StagedFrame
 from baton.kvtransfer.connector.paged_cache import PagedCache
 from baton.kvtransfer.connector.rank_loads import RankLoads
 from baton.kvtransfer.control import EnginePort, split_blocks
@@ -48,17 +48,17 @@ def open_copies(cache: PagedCache, staging: torch.Tensor) -> BlockCopies:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """The blocks of one frame per layer of a push.
+    """The blocks of one frame per layer of a save.
 
     Attributes:
-        push: The push that the blocks belong to.
-        begin: Index of the first block among all blocks of its table that the step pushes.
+        save: The save that the blocks belong to.
+        begin: Index of the first block among all blocks of its table that the step saves.
         first_block: Index of the first block within the handoff.
         num_blocks: Number of blocks in the frame.
-        last: True if this is the push's last piece.
+        last: True if this is the save's last piece.
     """
 
-    push: Push
+    save: Save
     begin: int
     first_block: int
     num_blocks: int
@@ -90,16 +90,16 @@ class RankHalf:
         self._shard, replica = divmod(rank, layout.num_replicas)
         self._is_sender = replica == 0
         self._cache: PagedCache | None = None
-        # For the step under way: its pushes; each table's blocks in the form the copies take; and
+        # For the step under way: its saves; each table's blocks in the form the copies take; and
         # for each group of layers the frames of one layer, in batches of which each goes into one
         # gather.
-        self._pushes: list[Push] = []
+        self._saves: list[Save] = []
         self._blocks: dict[int, Any] = {}
         self._batches: dict[KvGroup, list[list[_Piece]]] = {}
         # The next gather: small pieces of several layers go into one.
         self._held: list[LayerRuns] = []
         self._held_pieces: list[_Piece] = []
-        self._held_filled: list[Filled] = []
+        self._held_filled: list[StagedFrame] = []
         self._held_bytes = 0
         # Incomplete handoffs of which this rank sends nothing more.
         self._given_up: set[bytes] = set()
@@ -144,7 +144,7 @@ class RankHalf:
         return self._port.alive and self._notifier.alive
 
     def begin_step(self, step: HandoffStep) -> None:
-        """Clears wrong blocks and prepares the step's pushes."""
+        """Clears wrong blocks and prepares the step's saves."""
         if step.cleared:
             self._copies.clear(step.cleared)
         if not self._is_sender:
@@ -152,13 +152,13 @@ class RankHalf:
         for handoff_id in step.ended:
             self._given_up.discard(handoff_id)
             self._notifier.abort(handoff_id)
-        pushes = [push for push in step.pushes if push.handoff_id not in self._given_up]
-        self._given_up -= {push.handoff_id for push in step.pushes if push.last}
-        if not pushes or not self._notifier.alive:
+        saves = [save for save in step.saves if save.handoff_id not in self._given_up]
+        self._given_up -= {save.handoff_id for save in step.saves if save.last}
+        if not saves or not self._notifier.alive:
             return
-        self._pushes, self._unsaved = pushes, dict.fromkeys(self._known_cache.indices)
+        self._saves, self._unsaved = saves, dict.fromkeys(self._known_cache.indices)
         for table in self._layout.tables:
-            parts = [push.parts[table.table] for push in pushes]
+            parts = [save.parts[table.table] for save in saves]
             block_ids = [block_id for part in parts for block_id in part.block_ids]
             if block_ids:
                 self._blocks[table.table] = self._copies.prepare(block_ids)
@@ -173,8 +173,8 @@ class RankHalf:
         batch: list[_Piece] = []
         begin, most = 0, self._copies.max_blocks(layer)
         room = most
-        for push in self._pushes:
-            part = push.parts[group.table]
+        for save in self._saves:
+            part = save.parts[group.table]
             end = part.first_block + len(part.block_ids)
             for first, count in split_blocks(
                 part.first_block, len(part.block_ids), group.block_bytes, most * group.block_bytes
@@ -182,7 +182,7 @@ class RankHalf:
                 if batch and count > room:
                     yield batch
                     batch, room = [], most
-                batch.append(_Piece(push, begin, first, count, first + count == end))
+                batch.append(_Piece(save, begin, first, count, first + count == end))
                 begin, room = begin + count, room - count
         if batch:
             yield batch
@@ -209,17 +209,17 @@ class RankHalf:
         for batch in batches:
             num_bytes, filled = _num_bytes(batch, group), []
             for piece in batch:
-                push = piece.push
-                offset = layout.offset(self._shard, layer, piece.first_block, push.num_blocks)
+                save = piece.save
+                offset = layout.offset(self._shard, layer, piece.first_block, save.num_blocks)
                 filled.append(
-                    Filled(
-                        push.handoff_id,
+                    StagedFrame(
+                        save.handoff_id,
                         layer,
                         piece.first_block,
                         piece.num_blocks,
-                        push.offset + offset,
+                        save.offset + offset,
                         piece.num_blocks * group.block_bytes,
-                        last=ends_step and piece.last and push.last,
+                        last=ends_step and piece.last and save.last,
                     )
                 )
             runs = _joined(
@@ -255,7 +255,7 @@ class RankHalf:
         try:
             copy = self._copies.gather(parts)
         except TimeoutError as error:
-            self._give_up(min((one.push for one in pieces), key=self._pushes.index), error)
+            self._give_up(min((one.save for one in pieces), key=self._saves.index), error)
             return False
         self._notifier.filled(copy, filled)
         if self._copies.gathers_wait:
@@ -263,18 +263,18 @@ class RankHalf:
             self._notifier.flush()
         return True
 
-    def _give_up(self, first_push: Push, why: Exception) -> None:
-        """Stops the handoffs of the step's pushes from one on; the engine goes on.
+    def _give_up(self, first_save: Save, why: Exception) -> None:
+        """Stops the handoffs of the step's saves from one on; the engine goes on.
 
         Nothing more of these handoffs is written, because their staging may soon belong to others.
         """
-        first = self._pushes.index(first_push)
-        stopped, self._pushes = self._pushes[first:], self._pushes[:first]
+        first = self._saves.index(first_save)
+        stopped, self._saves = self._saves[first:], self._saves[:first]
         logger.error("%s: this rank gives %d handoffs up", why, len(stopped))
-        for push in stopped:
-            self._notifier.end_writing(push.handoff_id)
-        self._given_up |= {push.handoff_id for push in stopped if not push.last}
-        # Batches are made again; prepared blocks are in the order of the pushes.
+        for save in stopped:
+            self._notifier.end_writing(save.handoff_id)
+        self._given_up |= {save.handoff_id for save in stopped if not save.last}
+        # Batches are made again; prepared blocks are in the order of the saves.
         self._batches.clear()
 
     def end_step(self) -> None:
@@ -293,7 +293,7 @@ class RankHalf:
             self._gather(layer_name, self._known_cache.indices[layer_name])
         if self._blocks:
             self._copies.join_gathers()
-        self._pushes, self._blocks, self._batches, self._unsaved = [], {}, {}, {}
+        self._saves, self._blocks, self._batches, self._unsaved = [], {}, {}, {}
 
     def load(self, step: HandoffStep) -> None:
         """Begins the step's loads."""

@@ -1,4 +1,4 @@
-"""Decides which handoffs an engine pushes and loads in which step; runs beside vLLM's scheduler."""
+"""Decides which handoffs an engine sends and loads in which step; runs beside vLLM's scheduler."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class _Unfinished:
 
 
 class SchedulerHalf:
-    """Decides which handoffs are pushed and loaded, and in which step.
+    """Decides which blocks are saved for handoffs and loaded from them, and in which step.
 
     vLLM's scheduler calls it through the connector, one method at a time.
 
@@ -239,7 +239,7 @@ class SchedulerHalf:
         """Ends a request that must not run, because it lacks blocks that it cannot compute.
 
         Baton's engine hears of it after the step (StepReport.gone), and aborts the request. If the
-        request serves a fetch and has pushed nothing, its send ends here; see Sends.leave.
+        request serves a fetch and has saved nothing, its send ends here; see Sends.leave.
 
         Args:
             request: The engine's request, which is about to run.
@@ -389,14 +389,14 @@ class SchedulerHalf:
                         self._pool.evict_blocks({found[0].block_id})
 
     def step(self, output: SchedulerOutput) -> HandoffStep:
-        """Returns what the ranks push, load and clear in a step that vLLM has scheduled."""
+        """Returns what the ranks save, load and clear in a step that vLLM has scheduled."""
         self._uncache_uncomputed(output.preempted_req_ids)
         if self._kept:
             self._kept.expire(time.monotonic())
-        pushes = []
+        saves = []
         if len(self._sends):
-            pushes = list(self._sends.pushes(output, self._unverified.block_ids()))
-        step = HandoffStep(pushes, self._loads, self._sends.take_given_up(), self._wrong.take())
+            saves = list(self._sends.saves(output, self._unverified.block_ids()))
+        step = HandoffStep(saves, self._loads, self._sends.take_given_up(), self._wrong.take())
         work = self._counter.count(output)
         if self._copies_in_steps and any(load.is_stream for load in self._waited.values()):
             # Copies for a stream may take most of the step.
@@ -441,9 +441,9 @@ class SchedulerHalf:
         return report
 
     def finished(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
-        """Takes the end of a request that had these blocks: the ranks push nothing more of it.
+        """Takes the end of a request that had these blocks: the ranks save nothing more of it.
 
-        Pushes of earlier steps may still be under way: a step that runs ahead, or copies that end
+        Saves of earlier steps may still be under way: a step that runs ahead, or copies that end
         after their step. The ranks tell the service themselves when they have stopped writing, in
         the next step, which vLLM makes after every end of a request.
         """

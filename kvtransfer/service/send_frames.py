@@ -6,7 +6,7 @@ from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Extent
 from baton.kvtransfer.frames import FrameKind, position_digest
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.service.send_state import Filled, Send, SendState
+from baton.kvtransfer.service.send_state import FilledRun, Send, SendState
 from baton.kvtransfer.transports.outgoing import OutgoingBlocks, OutgoingFrame
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -33,7 +33,7 @@ def commit_frame(send: Send, shard: int) -> OutgoingFrame:
 
 
 def outgoing_blocks(
-    send: Send, filled: Filled, extent: Extent, layout: KvLayout, memory: memoryview
+    send: Send, filled: FilledRun, extent: Extent, layout: KvLayout, memory: memoryview
 ) -> OutgoingBlocks:
     """Returns a run of filled blocks with its place in the segment, and adds it to the totals."""
     num_bytes = filled.num_blocks * layout.group_of(filled.layer).block_bytes

@@ -158,7 +158,7 @@ class SenderStatistics:
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
+class FilledRun:
     """A run of blocks that waits to be sent; with num_blocks 0, the end of a shard."""
 
     shard: int
@@ -198,7 +198,7 @@ class Send:
     last_filled_at: float = 0.0
     open_due: bool = False
     num_commits: int = 0
-    filled: list[Filled] = field(default_factory=list)
+    filled: list[FilledRun] = field(default_factory=list)
     num_sent: int = 0
     num_frames: int = 0
     num_fallbacks: int = 0

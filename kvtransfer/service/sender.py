@@ -23,7 +23,7 @@ from baton.kvtransfer.service.send_frames import fill_problem
 from baton.kvtransfer.service.send_state import (
     OVER,
     Effect,
-    Filled,
+    FilledRun,
     Send,
     SenderLimits,
     SenderStatistics,
@@ -168,7 +168,7 @@ class Sender:
             return self._table.take_effects()
         if filled.num_blocks:
             send.filled.append(
-                Filled(
+                FilledRun(
                     filled.shard,
                     filled.layer,
                     filled.first_block,
@@ -180,7 +180,7 @@ class Sender:
             send.writers.remove((filled.shard, filled.stage))
             if all(shard != filled.shard for shard, _ in send.writers):
                 # All stages have filled their layers of the shard.
-                send.filled.append(Filled(filled.shard))
+                send.filled.append(FilledRun(filled.shard))
         send.last_filled_at = now
         if send.state is _S.SENDING:
             send.deadline = now + self._limits.idle_timeout_s
@@ -349,7 +349,7 @@ class Sender:
         self._table.advance(send, _S.SENDING)
         self._table.add_effect(Wake(send.handoff_id))
 
-    def _frame(self, send: Send, filled: Filled, extent: Extent) -> OutgoingFrame:
+    def _frame(self, send: Send, filled: FilledRun, extent: Extent) -> OutgoingFrame:
         if not filled.num_blocks:
             send.num_commits += 1
             return send_frames.commit_frame(send, filled.shard)

@@ -15,7 +15,7 @@ import torch
 
 from baton.kvtransfer.connector.block_copies import LayerRun, Run
 from baton.kvtransfer.connector.cuda_copies import CudaCopies
-from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, Part, Push
+from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, Part, Save
 from baton.kvtransfer.connector.host_copies import HostCopies
 from baton.kvtransfer.connector.paged_cache import PagedCache
 from baton.kvtransfer.connector.rank_half import RankHalf
@@ -192,9 +192,9 @@ class Worker:
                 blocks = cache.unflatten(0, (BLOCKS, parts)).transpose(1, 2).flatten(2, 3)
                 assert torch.equal(blocks.cpu(), wanted), (rank, layer)
 
-    def step(self, pushes=(), loads=()):
+    def step(self, saves=(), loads=()):
         """Makes a step of all ranks; returns the invalid block IDs of each rank."""
-        step, invalid = HandoffStep(list(pushes), list(loads)), []
+        step, invalid = HandoffStep(list(saves), list(loads)), []
         for half, caches in zip(self.ranks, self.caches, strict=True):
             half.begin_step(step)
             half.load(step)
@@ -264,7 +264,7 @@ async def sent(sender, receiver, tables, num_tokens, steps=2):
         for blocks, ids in zip(held, tables, strict=True):
             first, end = (len(blocks) * at // steps for at in (number, number + 1))
             parts.append(Part(blocks[0] + first, ids[first:end]))
-        sender.step([Push(handoff_id, offset, num_blocks, tuple(parts), number == steps - 1)])
+        sender.step([Save(handoff_id, offset, num_blocks, tuple(parts), number == steps - 1)])
     async with asyncio.timeout(30):
         while True:
             for state in receiver.ports[0].poll():
