@@ -19,7 +19,7 @@ from baton.kvtransfer.connector.paged_cache import PagedCache
 from baton.kvtransfer.connector.rank_loads import RankLoads
 from baton.kvtransfer.control import EnginePort, split_blocks
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.stages import Stage
+from baton.kvtransfer.pipeline_stages import PipelineStage
 from baton.runtime.kv_groups import KvGroup
 
 # Threads that verify loads: one computes checksums of some 7 GB/s, and a bus brings 50. A send uses
@@ -82,10 +82,10 @@ class RankHalf:
         port: EnginePort,
         rank: int,
         layout: KvLayout,
-        stage: Stage | None = None,
+        stage: PipelineStage | None = None,
     ) -> None:
         self._socket_path, self._port = socket_path, port
-        self._layout, self._stage = layout, stage or Stage(0, range(layout.num_all_layers))
+        self._layout, self._stage = layout, stage or PipelineStage(0, range(layout.num_all_layers))
         # When several ranks hold the same shard, the first one sends it, and each one loads it.
         self._shard, replica = divmod(rank, layout.num_replicas)
         self._is_sender = replica == 0

@@ -54,7 +54,7 @@ from baton.kvtransfer.connector.step_metadata import StepMetadata
 from baton.kvtransfer.connector.step_work import StepWork
 from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.stages import stage_of, whole_model
+from baton.kvtransfer.pipeline_stages import stage_of, whole_model
 from baton.runtime import quick_exit
 from baton.runtime.kv_groups import KvGroup
 

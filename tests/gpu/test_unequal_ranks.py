@@ -22,7 +22,7 @@ from baton.kvtransfer.connector.rank_half import RankHalf
 from baton.kvtransfer.control import EnginePort, TransferClient
 from baton.kvtransfer.head_ranges import head_ranges
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.stages import Stage
+from baton.kvtransfer.pipeline_stages import PipelineStage
 from baton.runtime.config import KvTransferConfig
 from baton.runtime.kv_groups import KvGroup
 from baton.v1 import kv_transfer_pb2 as pb
@@ -162,7 +162,7 @@ class Worker:
         for number, port in enumerate(self.ports):
             index, rank = divmod(number, layout.tp_size)
             # Stages hold neighbouring layers of a model, in which layers of groups alternate.
-            stage = Stage(index, range(index, layout.num_all_layers, layout.pp_size))
+            stage = PipelineStage(index, range(index, layout.num_all_layers, layout.pp_size))
             half = RankHalf(client.socket_path, port, rank, layout, stage)
             caches = {
                 f"layer.{layer}": paged(
