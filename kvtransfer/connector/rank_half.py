@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -65,6 +65,23 @@ class _Piece:
     last: bool
 
 
+@dataclass(slots=True)
+class _NextGather:
+    """Small pieces of one or several layers that go into one gather.
+
+    Attributes:
+        runs: The blocks to gather, for each batch of pieces of a layer.
+        pieces: All pieces.
+        frames: The frame of each piece.
+        num_bytes: Bytes of all pieces.
+    """
+
+    runs: list[LayerRuns] = field(default_factory=list)
+    pieces: list[_Piece] = field(default_factory=list)
+    frames: list[StagedFrame] = field(default_factory=list)
+    num_bytes: int = 0
+
+
 class RankHalf:
     """Carries out the step orders of the scheduler's half in one rank; the connector owns it.
 
@@ -96,11 +113,7 @@ class RankHalf:
         self._saves: list[Save] = []
         self._blocks: dict[int, Any] = {}
         self._batches: dict[KvGroup, list[list[_Piece]]] = {}
-        # The next gather: small pieces of several layers go into one.
-        self._held: list[LayerRuns] = []
-        self._held_pieces: list[_Piece] = []
-        self._held_filled: list[StagedFrame] = []
-        self._held_bytes = 0
+        self._held = _NextGather()
         # Incomplete handoffs of which this rank sends nothing more.
         self._given_up: set[bytes] = set()
         # Layers, by the engine's names, whose blocks this step has not gathered yet.
@@ -199,47 +212,67 @@ class RankHalf:
                 self._gather(layer_name, layer)
 
     def _gather(self, layer_name: str, layer: int) -> None:
-        layout = self._layout
+        """Gathers the step's blocks of one layer, perhaps together with those of later layers."""
         del self._unsaved[layer_name]
         ends_step, group = not self._unsaved, self._known_cache.groups[layer]
-        batches, most = self._batches_of(group, layer), self._copies.joined_bytes
-        if batches and self._held_bytes + _num_bytes(batches[0], group) > most:
+        batches = self._batches_of(group, layer)
+        if batches and not self._fits(_num_bytes(batches[0], group)):
             # If handoffs are given up with the earlier layers, this layer is divided again.
             batches = batches if self._gather_held() else self._batches_of(group, layer)
         for batch in batches:
-            num_bytes, filled = _num_bytes(batch, group), []
-            for piece in batch:
-                save = piece.save
-                offset = layout.offset(self._shard, layer, piece.first_block, save.num_blocks)
-                filled.append(
-                    StagedFrame(
-                        save.handoff_id,
-                        layer,
-                        piece.first_block,
-                        piece.num_blocks,
-                        save.offset + offset,
-                        piece.num_blocks * group.block_bytes,
-                        last=ends_step and piece.last and save.last,
-                    )
-                )
-            runs = _joined(
-                (
-                    Run(piece.begin, piece.num_blocks, each.offset)
-                    for piece, each in zip(batch, filled, strict=True)
-                ),
-                group.block_bytes,
-            )
-            if self._held_bytes + num_bytes > most and not self._gather_held():
-                break
-            self._held.append(LayerRuns(layer, self._blocks[group.table], runs))
-            self._held_pieces += batch
-            self._held_filled += filled
-            self._held_bytes += num_bytes
-            if self._held_bytes >= most and not self._gather_held():
+            if not self._hold(batch, group, layer, ends_step=ends_step):
                 break
         if ends_step:
             self._gather_held()
             self._notifier.flush()
+
+    def _fits(self, num_bytes: int) -> bool:
+        """Returns whether the next gather may take so many bytes more."""
+        return self._held.num_bytes + num_bytes <= self._copies.joined_bytes
+
+    def _hold(self, batch: list[_Piece], group: KvGroup, layer: int, *, ends_step: bool) -> bool:
+        """Adds a batch to the next gather, and begins each gather that is large enough.
+
+        Args:
+            batch: Pieces of one layer.
+            group: The layer's group.
+            layer: Index of the layer.
+            ends_step: Whether this is the step's last layer.
+
+        Returns:
+            False if a gather was not possible, and its handoffs are given up.
+        """
+        num_bytes = _num_bytes(batch, group)
+        if not self._fits(num_bytes) and not self._gather_held():
+            return False
+        frames = [self._frame(piece, group, layer, ends_step=ends_step) for piece in batch]
+        runs = _joined(
+            (
+                Run(piece.begin, piece.num_blocks, frame.offset)
+                for piece, frame in zip(batch, frames, strict=True)
+            ),
+            group.block_bytes,
+        )
+        held = self._held
+        held.runs.append(LayerRuns(layer, self._blocks[group.table], runs))
+        held.pieces += batch
+        held.frames += frames
+        held.num_bytes += num_bytes
+        return held.num_bytes < self._copies.joined_bytes or self._gather_held()
+
+    def _frame(self, piece: _Piece, group: KvGroup, layer: int, *, ends_step: bool) -> StagedFrame:
+        """Returns the frame of a piece in one layer."""
+        save = piece.save
+        offset = self._layout.offset(self._shard, layer, piece.first_block, save.num_blocks)
+        return StagedFrame(
+            save.handoff_id,
+            layer,
+            piece.first_block,
+            piece.num_blocks,
+            save.offset + offset,
+            piece.num_blocks * group.block_bytes,
+            last=ends_step and piece.last and save.last,
+        )
 
     def _batches_of(self, group: KvGroup, layer: int) -> list[list[_Piece]]:
         if group not in self._batches:
@@ -248,16 +281,15 @@ class RankHalf:
 
     def _gather_held(self) -> bool:
         """Gathers the held pieces; returns False if their handoffs are given up."""
-        parts, pieces, filled = self._held, self._held_pieces, self._held_filled
-        self._held, self._held_pieces, self._held_filled, self._held_bytes = [], [], [], 0
-        if not parts:
+        held, self._held = self._held, _NextGather()
+        if not held.runs:
             return True
         try:
-            copy = self._copies.gather(parts)
+            copy = self._copies.gather(held.runs)
         except TimeoutError as error:
-            self._give_up(min((one.save for one in pieces), key=self._saves.index), error)
+            self._give_up(min((piece.save for piece in held.pieces), key=self._saves.index), error)
             return False
-        self._notifier.filled(copy, filled)
+        self._notifier.filled(copy, held.frames)
         if self._copies.gathers_wait:
             # A later gather of this step needs the buffer that the notifier's thread frees.
             self._notifier.flush()
