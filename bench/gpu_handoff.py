@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, Part, Push
+from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, Part, Save
 from baton.kvtransfer.connector.rank_half import RankHalf
 from baton.kvtransfer.control import EnginePort, TransferClient
 from baton.kvtransfer.layout import KvLayout
@@ -139,7 +139,7 @@ async def hand_over(sender: Side, receiver: Side, num_tokens: int, model: Model)
     part = Part(0, torch.randperm(len(next(iter(sender.caches.values()))))[:num_blocks].tolist())
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    step(sender, HandoffStep([Push(handoff_id, offset, num_blocks, (part,), True)]), model)
+    step(sender, HandoffStep([Save(handoff_id, offset, num_blocks, (part,), True)]), model)
     launched = time.perf_counter()
     torch.cuda.current_stream().synchronize()
     computed = time.perf_counter()
@@ -150,7 +150,7 @@ async def hand_over(sender: Side, receiver: Side, num_tokens: int, model: Model)
     ended = loads_ended(receiver.rank)
     loaded = time.perf_counter()
     assert not ended[1], "a load has failed"
-    receiver.port.release(handoff_id, all_ranks=True)
+    receiver.port.release(handoff_id, all_shards=True)
     await empty(sender)
     return Times(launched - begin, computed - begin, arrived - computed, loaded - arrived)
 

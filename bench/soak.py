@@ -237,7 +237,7 @@ class Soak:
         """Plays the receiving engine for a committed handoff."""
         port, handoff_id = handoff.receiver.worker.port, handoff.handoff_id
         if handoff.fault is Fault.UNWANTED:
-            port.release(handoff_id, all_ranks=True)
+            port.release(handoff_id, all_shards=True)
             await receiving.received(pb.HANDOFF_STATE_RELEASED)
             return Outcome.ENDED
         if handoff.fault is Fault.NEVER_LOADED:

@@ -142,7 +142,7 @@ class Handoff:
         return random.Random(self.handoff_id).randbytes(LAYOUT.handoff_bytes(self.num_blocks))
 
     async def fill(self, num_layers: int = LAYOUT.num_layers, *, alter: bool = False) -> None:
-        """Writes layer after layer of every rank and notifies the service of each layer.
+        """Writes layer after layer of every shard and notifies the service of each layer.
 
         Args:
             num_layers: Number of layers to write.
@@ -152,34 +152,34 @@ class Handoff:
         self.digest = checksum(data)
         altered = self.source.randrange(num_layers) if alter else -1
         for layer in range(num_layers):
-            for rank in range(LAYOUT.tp_size):
+            for shard in range(LAYOUT.tp_size):
                 filled = []
                 for first, count in split_blocks(
                     0, self.num_blocks, LAYOUT.block_bytes, FRAME_BYTES
                 ):
-                    start = LAYOUT.offset(rank, layer, first, self.num_blocks)
+                    start = LAYOUT.offset(shard, layer, first, self.num_blocks)
                     end = start + count * LAYOUT.block_bytes
                     port.memory[self.offset + start : self.offset + end] = data[start:end]
                     last = layer == LAYOUT.num_layers - 1 and first + count == self.num_blocks
                     filled.append(
                         filled_frame(
-                            self.handoff_id, rank, layer, first, count,
+                            self.handoff_id, shard, layer, first, count,
                             data[start:end], last=last,
                         )
                     )  # fmt: skip
-                if layer == altered and rank == 0:
+                if layer == altered and shard == 0:
                     filled[0].checksum ^= 1
                 port.send_frames(filled)
             await asyncio.sleep(0)
 
     def load(self) -> bytes | None:
-        """Claims, copies and releases every rank's part; returns None if a claim fails."""
-        port, parts = self.receiver.worker.port, []
-        for rank in range(LAYOUT.tp_size):
-            claim = port.claim(self.handoff_id, rank, timeout_s=ANSWER_TIMEOUT_S)
+        """Claims, copies and releases every shard; returns None if a claim fails."""
+        port, shards = self.receiver.worker.port, []
+        for shard in range(LAYOUT.tp_size):
+            claim = port.claim(self.handoff_id, shard, timeout_s=ANSWER_TIMEOUT_S)
             if claim is None:
                 return None
             size = LAYOUT.shard_bytes(claim.num_blocks)
-            parts.append(bytes(port.memory[claim.offset : claim.offset + size]))
-            port.release(self.handoff_id, rank)
-        return b"".join(parts)
+            shards.append(bytes(port.memory[claim.offset : claim.offset + size]))
+            port.release(self.handoff_id, shard)
+        return b"".join(shards)

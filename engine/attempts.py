@@ -91,7 +91,7 @@ class Attempt:
 
         Args:
             prefill_only: See EngineRequest.
-            send: Handoff to push.
+            send: Handoff to send.
             receive: Handoff of the whole prompt to load; None: the fetch, if there is one.
         """
         return EngineRequest(

@@ -63,7 +63,7 @@ class EngineRequest:
         prefill_only: Report the first token and stop with Finish.CUT, unless the token ends the
             request.
         priority: The engine runs a request with a smaller number first.
-        send: Handoff to push; None: none.
+        send: Handoff to send; None: none.
         receive: Handoff to load; None: none.
         adapter: Name of the LoRA adapter; empty: none.
         cache_salt: The request finds only KV blocks of requests with the same salt; empty: none.

@@ -109,13 +109,13 @@ class HandoffPort:
             not_loaded = kv_transfer_pb2.REFUSAL_REASON_UNSPECIFIED
             return receive.num_tokens
         finally:
-            self._port.release(receive.handoff_id, all_ranks=True, not_loaded=not_loaded)
+            self._port.release(receive.handoff_id, all_shards=True, not_loaded=not_loaded)
 
     def release(self, handoff_id: bytes) -> None:
         """Releases a handoff that will not be loaded."""
         self._states.pop(handoff_id, None)
         cancelled = kv_transfer_pb2.REFUSAL_REASON_CANCELLED
-        self._port.release(handoff_id, all_ranks=True, not_loaded=cancelled)
+        self._port.release(handoff_id, all_shards=True, not_loaded=cancelled)
 
     def close(self) -> None:
         self._port.close()

@@ -39,7 +39,7 @@ from baton.engine.vllm_refusals import (
     refuse_stages,
 )
 from baton.engine.vllm_scheduler_class import use_scheduler
-from baton.kvtransfer import engine_groups, engine_stages
+from baton.kvtransfer import engine_groups, start_phases
 from baton.kvtransfer.connector.cuda_copies import scratch_bytes
 from baton.kvtransfer.connector.disk_tier import DISK, disk_options, most_blocks
 from baton.kvtransfer.connector.host_tier import HOST_BYTES, host_options
@@ -300,8 +300,8 @@ class VllmSetup:
             begun_at: When the start began, by time.monotonic.
         """
         config = self.config
-        ended_at = engine_stages.ended_at(self.transfer_socket)
-        weights_at = ended_at.get(engine_stages.WEIGHTS, begun_at)
+        ended_at = start_phases.ended_at(self.transfer_socket)
+        weights_at = ended_at.get(start_phases.WEIGHTS, begun_at)
         caching = bool(config.cache_config.enable_prefix_caching)
         return EngineInfo(
             engine="vllm",
@@ -326,5 +326,5 @@ class VllmSetup:
             host_kv_tokens=self.host_kv_tokens,
             disk_kv_tokens=self.disk_kv_tokens,
             weights_s=weights_at - begun_at,
-            kv_s=ended_at.get(engine_stages.KV, weights_at) - weights_at,
+            kv_s=ended_at.get(start_phases.KV, weights_at) - weights_at,
         )

@@ -21,7 +21,7 @@ _RECEIVE_BYTES = 2**18
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Staging that one rank is about to load: one of the sender's shards.
+    """Staging of one of the sender's shards, which this rank is about to load.
 
     Attributes:
         offset: Where the shard's bytes begin in the segment; KvLayout.offset of shard 0 in the
@@ -46,11 +46,6 @@ class Claim:
             tuple(claimed.frames),
         )
 
-    @classmethod
-    def parse(cls, claimed: bytes) -> Claim:
-        """Parses a serialized LocalClaimed, which one process passed to another."""
-        return cls.of(kv_transfer_pb2.LocalClaimed.FromString(claimed))
-
 
 def split_blocks(
     first_block: int, num_blocks: int, block_bytes: int, max_bytes: int = FRAME_TARGET_BYTES
@@ -63,7 +58,7 @@ def split_blocks(
 
 def filled_frame(
     handoff_id: bytes,
-    rank: int,
+    shard: int,
     layer: int,
     first_block: int,
     num_blocks: int,
@@ -76,18 +71,19 @@ def filled_frame(
 
     Args:
         handoff_id: 16 bytes.
-        rank: Rank of the writer.
+        shard: Shard that the writer fills.
         layer: Layer of the blocks.
         first_block: Index of the first block in the handoff.
         num_blocks: Number of blocks; 0 for a notification that only carries `last`.
         data: The num_blocks * block_bytes bytes. Pass the bytes of the cache rather than those in
             staging, so that the checksum detects any other writer of staging.
-        last: Whether nothing more follows from this rank.
+        last: Whether nothing more follows from this writer, the rank that fills the stage's layers
+            of the shard.
         stage: Pipeline stage of the writer.
     """
     return kv_transfer_pb2.LocalFrame(
         handoff_id=handoff_id,
-        rank=rank,
+        shard=shard,
         layer=layer,
         first_block=first_block,
         num_blocks=num_blocks,
@@ -189,35 +185,35 @@ class EnginePort:
         self._states.clear()
         return states
 
-    def claim(self, handoff_id: bytes, rank: int, *, timeout_s: float = 2.0) -> Claim | None:
+    def claim(self, handoff_id: bytes, shard: int, *, timeout_s: float = 2.0) -> Claim | None:
         """Claims committed staging to load it; None when it is not committed (any more).
 
-        Each rank claims once, and must call `release` after it even when the result is None: the
-        service may have granted the claim after the timeout.
+        A rank claims each shard once, and must call `release` after it even when the result is
+        None: the service may have granted the claim after the timeout.
 
         Args:
             handoff_id: 16 bytes.
-            rank: Index of one of the sender's shards.
+            shard: Index of one of the sender's shards.
             timeout_s: Longest wait for the answer, in seconds.
         """
-        pending = self.begin_claim(handoff_id, rank)
+        pending = self.begin_claim(handoff_id, shard)
         pending.wait(timeout_s)
         pending.give_up()
         return pending.claim
 
-    def begin_claim(self, handoff_id: bytes, rank: int) -> PendingClaim:
+    def begin_claim(self, handoff_id: bytes, shard: int) -> PendingClaim:
         """Begins to claim committed staging; see `claim`.
 
         The caller must wait until it is over, or give it up.
         """
-        return PendingClaim(self, handoff_id, rank)
+        return PendingClaim(self, handoff_id, shard)
 
     def release(
         self,
         handoff_id: bytes,
-        rank: int = 0,
+        shard: int = 0,
         *,
-        all_ranks: bool = False,
+        all_shards: bool = False,
         not_loaded: kv_transfer_pb2.RefusalReason.ValueType = (
             kv_transfer_pb2.REFUSAL_REASON_UNSPECIFIED
         ),
@@ -226,12 +222,12 @@ class EnginePort:
 
         Args:
             handoff_id: 16 bytes.
-            rank: Rank of the part; not used with all_ranks.
-            all_ranks: Whether to release the parts of all ranks.
+            shard: Index of one of the sender's shards; not used with all_shards.
+            all_shards: Whether to release all shards.
             not_loaded: Why the handoff was not loaded although it should have been; fails it.
         """
         release = kv_transfer_pb2.LocalRelease(
-            handoff_id=handoff_id, rank=rank, all_ranks=all_ranks, not_loaded=not_loaded
+            handoff_id=handoff_id, shard=shard, all_shards=all_shards, not_loaded=not_loaded
         )
         return self._send(kv_transfer_pb2.LocalRequest(release=release))
 
@@ -341,8 +337,8 @@ class PendingClaim:
         is_over: Whether the claim is answered, or never will be.
     """
 
-    def __init__(self, port: EnginePort, handoff_id: bytes, rank: int) -> None:
-        self._port, self._handoff_id, self._rank = port, handoff_id, rank
+    def __init__(self, port: EnginePort, handoff_id: bytes, shard: int) -> None:
+        self._port, self._handoff_id, self._shard = port, handoff_id, shard
         self._frames: list[kv_transfer_pb2.LocalFrame] = []
         self.claim: Claim | None = None
         self.is_over = False
@@ -374,7 +370,7 @@ class PendingClaim:
 
     def _ask(self) -> int:
         claim = kv_transfer_pb2.LocalClaim(
-            handoff_id=self._handoff_id, rank=self._rank, num_seen=len(self._frames)
+            handoff_id=self._handoff_id, shard=self._shard, num_seen=len(self._frames)
         )
         return self._port._begin(kv_transfer_pb2.LocalRequest(claim=claim))
 

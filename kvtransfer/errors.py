@@ -4,7 +4,7 @@ TransferError
 ├── ServiceGone        the transfer service has ended; all its handoffs are lost
 ├── TransferRefused    the service refused a call; the handoff does not happen
 ├── NoRoom             an arena has no extent of that size now
-├── PushLost           push.py: the stream of a handoff has ended
+├── StreamLost         service/handoff_stream.py: the stream of a handoff has ended
 └── MalformedFrame     the bytes are not a frame, or not the frame that they claim to be
 """
 

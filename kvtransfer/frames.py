@@ -1,8 +1,8 @@
-"""Frames, the units that travel on a push: each is a fixed header and a payload.
+"""Frames, the units that travel on the stream of a handoff: each is a fixed header and a payload.
 
 A message of the stream is one or more whole frames. The header (60 bytes, little-endian) is
 
-    magic 4s | version u8 | kind u8 | rank u16 | layer u32 | first_block u32 | num_blocks u32 |
+    magic 4s | version u8 | kind u8 | shard u16 | layer u32 | first_block u32 | num_blocks u32 |
     epoch u32 | payload_bytes u32 | payload checksum u64 | handoff id 16s | header checksum u64
 
 Both checksums are XXH3-64. The header's checksum covers all bytes before it, including the
@@ -51,12 +51,12 @@ _NOTHING = memoryview(b"")
 class FrameKind(IntEnum):
     """Kinds of frames; the numbers are on the wire."""
 
-    # The payload is a PushOpen.
+    # The payload is a HandoffOpen.
     OPEN = 1
-    # The payload is num_blocks blocks of one layer of one rank. The layer names the group, whose
+    # The payload is num_blocks blocks of one layer of one shard. The layer names the group, whose
     # blocks are counted from the handoff's first token on.
     DATA = 2
-    # The payload is one rank's Totals.
+    # The payload is one shard's Totals.
     COMMIT = 3
     # The handoff is over; no payload.
     ABORT = 4
@@ -71,7 +71,7 @@ class Frame:
     kind: FrameKind
     handoff_id: bytes
     epoch: int
-    rank: int = 0
+    shard: int = 0
     layer: int = 0
     first_block: int = 0
     num_blocks: int = 0
@@ -88,7 +88,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Totals of the data frames of one rank in one epoch; independent of their order.
+    """Totals of the data frames of one shard in one epoch; independent of their order.
 
     Attributes:
         num_bytes: Bytes of all payloads.
@@ -131,9 +131,9 @@ def copy(target: memoryview, source: memoryview, digest: xxhash.xxh3_64 | None =
     return int(digest.intdigest())
 
 
-def position_digest(rank: int, layer: int, first_block: int, num_blocks: int, value: int) -> int:
+def position_digest(shard: int, layer: int, first_block: int, num_blocks: int, value: int) -> int:
     """Returns a digest of a frame's place and checksum; commits carry the sum of these digests."""
-    return checksum(_POSITION.pack(rank, layer, first_block, num_blocks, value))
+    return checksum(_POSITION.pack(shard, layer, first_block, num_blocks, value))
 
 
 def encode_header(
@@ -141,7 +141,7 @@ def encode_header(
     handoff_id: bytes,
     epoch: int,
     *,
-    rank: int = 0,
+    shard: int = 0,
     layer: int = 0,
     first_block: int = 0,
     num_blocks: int = 0,
@@ -153,7 +153,7 @@ def encode_header(
         MAGIC,
         PROTOCOL_VERSION,
         kind,
-        rank,
+        shard,
         layer,
         first_block,
         num_blocks,
@@ -171,7 +171,7 @@ def encode(
     epoch: int,
     payload: bytes = b"",
     *,
-    rank: int = 0,
+    shard: int = 0,
     layer: int = 0,
     first_block: int = 0,
     num_blocks: int = 0,
@@ -181,7 +181,7 @@ def encode(
         kind,
         handoff_id,
         epoch,
-        rank=rank,
+        shard=shard,
         layer=layer,
         first_block=first_block,
         num_blocks=num_blocks,
@@ -196,7 +196,7 @@ def encode_reference(
     epoch: int,
     offset: int,
     *,
-    rank: int,
+    shard: int,
     layer: int,
     first_block: int,
     num_blocks: int,
@@ -207,7 +207,7 @@ def encode_reference(
         FrameKind.REFERENCE,
         handoff_id,
         epoch,
-        rank=rank,
+        shard=shard,
         layer=layer,
         first_block=first_block,
         num_blocks=num_blocks,
@@ -217,7 +217,7 @@ def encode_reference(
     return header + _OFFSET.pack(offset)
 
 
-def encode_open(message: kv_transfer_pb2.PushOpen) -> bytes:
+def encode_open(message: kv_transfer_pb2.HandoffOpen) -> bytes:
     """Returns the frame that begins an epoch of a handoff."""
     payload = message.SerializeToString()
     return encode(FrameKind.OPEN, message.handoff_id, message.epoch, payload)
@@ -240,7 +240,7 @@ def decode(message: bytes | memoryview) -> Iterator[Frame]:
             magic,
             version,
             kind,
-            rank,
+            shard,
             layer,
             first_block,
             num_blocks,
@@ -270,7 +270,7 @@ def decode(message: bytes | memoryview) -> Iterator[Frame]:
             FrameKind(kind),
             handoff_id,
             epoch,
-            rank,
+            shard,
             layer,
             first_block,
             num_blocks,

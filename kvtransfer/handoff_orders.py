@@ -1,4 +1,4 @@
-"""A worker's orders to its engine: which handoff a request pushes, and which one it loads."""
+"""A worker's orders to its engine: which handoff a request sends, and which one it loads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SendHandoff:
-    """Tells the engine to push a request's KV blocks into staging as it computes them.
+    """Tells the engine to save a request's KV blocks in staging as it computes them.
 
     Attributes:
         handoff_id: ID of the handoff, 16 bytes.
@@ -25,7 +25,7 @@ class SendHandoff:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveHandoff:
-    """Tells the engine to start from KV blocks that another worker pushed.
+    """Tells the engine to start from KV blocks that another worker sent.
 
     Attributes:
         handoff_id: ID of the handoff, 16 bytes.

@@ -116,7 +116,7 @@ class KvLayout:
 
     @property
     def num_shards(self) -> int:
-        """Number of different parts of the cache, each handed over once."""
+        """Number of shards of the cache, each of which is handed over once."""
         return self.tp_size // self.num_replicas
 
     @property

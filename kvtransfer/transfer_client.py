@@ -53,7 +53,7 @@ class TransferClient:
 
     Attributes:
         socket_path: Path of the control socket, which engine processes pass to EnginePort.
-        address: host:port to which other workers' services push.
+        address: host:port at which other workers' services open handoffs.
         send_bytes: Size of the sending staging: the largest handoff that this worker can send.
         receive_bytes: Size of the receiving staging.
         gone: Set once the service has ended for any reason; `gone_reason` says why.

@@ -133,5 +133,5 @@ async def _hand_over(
             if sent.state != pb.LocalSendState.STATE_COMMITTED:
                 raise TransferError(f"a handoff failed: {sent.detail}")
             await receiving.received(pb.HANDOFF_STATE_COMMITTED)
-            receiver.port.release(handoff_id, all_ranks=True)
+            receiver.port.release(handoff_id, all_shards=True)
     return taken_s

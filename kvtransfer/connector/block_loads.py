@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple
 
 from baton.kvtransfer.connector.block_copies import BlockCopies, LayerRun, Run
 from baton.kvtransfer.connector.handoff_step import Part
@@ -35,8 +35,48 @@ class Check:
     block_ids: Sequence[int]
 
 
-# The fields of a Check without its copy.
-_Held: TypeAlias = tuple[int, int, int, Sequence[int]]
+class _UncopiedFrame(NamedTuple):
+    """A frame whose copy has not begun: the fields of its Check without the copy."""
+
+    checksum: int
+    offset: int
+    num_bytes: int
+    block_ids: Sequence[int]
+
+
+class _JoinedScatter:
+    """Collects runs of blocks until they are large enough for one copy.
+
+    Args:
+        copies: This rank's copies.
+    """
+
+    def __init__(self, copies: BlockCopies) -> None:
+        self._copies = copies
+        self._runs, self._frames, self._num_bytes = list[LayerRun](), list[_UncopiedFrame](), 0
+
+    def add(
+        self, run: LayerRun, num_bytes: int, frames: Iterable[_UncopiedFrame]
+    ) -> Iterator[Check]:
+        """Adds a run of blocks, and the frames that it is part of.
+
+        Yields the checks of the copies that this begins.
+        """
+        if self._runs and self._num_bytes + num_bytes > self._copies.joined_bytes:
+            yield from self.begin()
+        self._runs.append(run)
+        self._frames += frames
+        self._num_bytes += num_bytes
+        if self._num_bytes >= self._copies.joined_bytes:
+            yield from self.begin()
+
+    def begin(self) -> Iterator[Check]:
+        """Begins the copy of the collected runs, if there are any; yields the checks."""
+        runs, frames = self._runs, self._frames
+        self._runs, self._frames, self._num_bytes = [], [], 0
+        if runs:
+            copy = self._copies.scatter(runs)
+            yield from (Check(copy, *frame) for frame in frames)
 
 
 def _held_blocks(frame: kv_transfer_pb2.LocalFrame) -> range:
@@ -102,47 +142,57 @@ def copy_in(
         for table, part in zip(layout.tables, parts, strict=True)
         if part.block_ids
     }
-    held, frames, held_bytes = list[LayerRun](), list[_Held](), 0
-
-    def copied() -> Iterator[Check]:
-        copy = copies.scatter(held)
-        yield from (Check(copy, *one) for one in frames)
-
+    joined = _JoinedScatter(copies)
     # A draft's layers come last; this engine may have no draft.
     known = (frame for frame in claimed.frames if frame.layer < layout.num_all_layers)
     for batch in _batched(known, copies):
         layer = batch[0].layer
         group = layout.group_of(layer)
         part = parts[group.table]
-
-        def staged(block: int, layer: int = layer) -> int:
-            return claimed.offset + layout.offset(0, layer, block, claimed.num_blocks)
-
         come = range(batch[0].first_block, _held_blocks(batch[-1]).stop)
         for begin, wanted in _wanted_blocks(come, group, part):
-            num_bytes = len(wanted) * group.block_bytes
-            if held and held_bytes + num_bytes > copies.joined_bytes:
-                yield from copied()
-                held, frames, held_bytes = [], [], 0
-            run = Run(begin, len(wanted), staged(wanted.start))
-            held.append(LayerRun(layer, prepared[group.table], run, heads.get(group)))
-            held_bytes += num_bytes
-            for frame in batch:
-                if both := _common(_held_blocks(frame), wanted):
-                    first = begin + both.start - wanted.start
-                    frames.append(
-                        (
-                            frame.checksum,
-                            staged(frame.first_block),
-                            frame.num_blocks * group.block_bytes,
-                            part.block_ids[first : first + len(both)],
-                        )
-                    )
-            if held_bytes >= copies.joined_bytes:
-                yield from copied()
-                held, frames, held_bytes = [], [], 0
-    if held:
-        yield from copied()
+            run = Run(begin, len(wanted), _staged_at(claimed, layout, layer, wanted.start))
+            frames = _frames_with(
+                wanted, part.block_ids[begin : begin + len(wanted)], batch, claimed, layout
+            )
+            yield from joined.add(
+                LayerRun(layer, prepared[group.table], run, heads.get(group)),
+                len(wanted) * group.block_bytes,
+                frames,
+            )
+    yield from joined.begin()
+
+
+def _staged_at(claimed: Claim, layout: KvLayout, layer: int, block: int) -> int:
+    """Returns where a block of the handoff begins in the segment."""
+    return claimed.offset + layout.offset(0, layer, block, claimed.num_blocks)
+
+
+def _frames_with(
+    wanted: range,
+    block_ids: Sequence[int],
+    batch: Iterable[kv_transfer_pb2.LocalFrame],
+    claimed: Claim,
+    layout: KvLayout,
+) -> Iterator[_UncopiedFrame]:
+    """Yields the frames of a batch that hold some of the wanted blocks.
+
+    Args:
+        wanted: Neighbouring blocks, as indices within the handoff.
+        block_ids: The blocks of the engine's cache that they go to.
+        batch: Frames of one layer.
+        claimed: The claimed staging.
+        layout: Layout of the sender's KV cache.
+    """
+    for frame in batch:
+        if both := _common(_held_blocks(frame), wanted):
+            first = both.start - wanted.start
+            yield _UncopiedFrame(
+                frame.checksum,
+                _staged_at(claimed, layout, frame.layer, frame.first_block),
+                frame.num_blocks * layout.group_of(frame.layer).block_bytes,
+                block_ids[first : first + len(both)],
+            )
 
 
 def holds(check: Check, memory: memoryview) -> bool:

@@ -44,7 +44,7 @@ class ConnectorScheduler:
         port: This thread's connection to the transfer service; the caller closes it.
 
     Attributes:
-        handoffs: Decides which handoffs each step pushes and loads.
+        handoffs: Decides which handoffs each step sends and loads.
         copies_in_steps: Whether copies of handoffs take time of steps, as on a CPU.
     """
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
-from baton.kvtransfer import engine_stages
+from baton.kvtransfer import start_phases
 from baton.kvtransfer.connector.cpu_copies import CpuCopies, step_bytes, stream_bytes
 from baton.kvtransfer.connector.disk_tier import SHUTDOWN_TIMEOUT_S, make_rank_disk
 from baton.kvtransfer.connector.host_memory import host_layers
@@ -24,7 +24,7 @@ from baton.kvtransfer.connector.step_metadata import RankReport, StepMetadata
 from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.disk.rank_disk import RankDisk
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.stages import Stage
+from baton.kvtransfer.pipeline_stages import PipelineStage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,7 +57,7 @@ class ConnectorWorker:
         kv_cache_config: KVCacheConfig,
         layer_names: Iterable[str],
         layout: KvLayout,
-        stage: Stage,
+        stage: PipelineStage,
         port: EnginePort,
     ) -> None:
         self._kv_cache_config, self._layer_names = kv_cache_config, list(layer_names)
@@ -70,11 +70,11 @@ class ConnectorWorker:
         # Orders of an operator whose last block this rank has overwritten.
         self._cleared: list[int] = []
         self._step_began_at = 0.0
-        self._note_stage(engine_stages.WEIGHTS)
+        self._note_phase(start_phases.WEIGHTS)
 
-    def _note_stage(self, stage: str) -> None:
+    def _note_phase(self, phase: str) -> None:
         if is_first_rank():
-            engine_stages.record(self._extra["socket"], stage)
+            start_phases.record(self._extra["socket"], phase)
 
     def shutdown(self) -> None:
         self._half.close()
@@ -98,7 +98,7 @@ class ConnectorWorker:
             worker = self._host_copies.worker
             self._rank_disk = make_rank_disk(self._extra, self._rank, worker, layout)
             self._host_layers = host_layers(worker)
-        self._note_stage(engine_stages.KV)
+        self._note_phase(start_phases.KV)
 
     def handle_preemptions(self, orders: StepMetadata) -> None:
         # vLLM calls this first in every step: copies of blocks that get new owners end here.

@@ -21,8 +21,8 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Push:
-    """Blocks that ranks gather into staging in this step, for every layer.
+class Save:
+    """Blocks of a handoff that ranks gather into staging in this step, in every layer.
 
     Attributes:
         handoff_id: ID of the handoff, 16 bytes.
@@ -74,13 +74,13 @@ class HandoffStep:
     """The scheduler half's orders to the ranks for one step.
 
     Attributes:
-        pushes: Blocks to gather.
-        loads: Blocks to fill.
-        ended: Handoffs that were incomplete and get no more pushes.
+        saves: Blocks to copy into staging.
+        loads: Blocks to copy from staging.
+        ended: Handoffs that were incomplete and get no more saves.
         cleared: Block ids that ranks fill with zeros before they do anything else in this step.
     """
 
-    pushes: list[Push] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     ended: list[bytes] = field(default_factory=list)
     cleared: list[int] = field(default_factory=list)

@@ -45,7 +45,7 @@ class Copy(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
+class StagedFrame:
     """A frame's blocks in staging.
 
     Attributes:
@@ -88,14 +88,14 @@ class Notifier:
         """False once the service no longer gets notifications."""
         return self._port.alive
 
-    def filled(self, copy: Copy, filled: Sequence[Filled]) -> None:
+    def filled(self, copy: Copy, filled: Sequence[StagedFrame]) -> None:
         """Waits for the copy and queues its frames; call `flush` after a step's last frames."""
         try:
             copy.wait()
         except RuntimeError as error:
             logger.error("copy to staging failed: %s", error)
             for handoff_id in {each.handoff_id for each in filled}:
-                self.end_part(handoff_id)
+                self.end_writing(handoff_id)
             return
         if not self._port.alive:
             return
@@ -132,17 +132,17 @@ class Notifier:
         """
         self.flush()
         self._port.abort_send(handoff_id)
-        self.end_part(handoff_id)
+        self.end_writing(handoff_id)
 
-    def end_part(self, handoff_id: bytes) -> None:
-        """Ends this rank's part of an incomplete handoff, while other ranks may write on.
+    def end_writing(self, handoff_id: bytes) -> None:
+        """Tells that this rank writes no more of an incomplete handoff; other ranks may write on.
 
         The receiver refuses the commit, because blocks are missing. The service keeps the staging
         until every rank has sent its last frame.
         """
         self.flush()
         last = kv_transfer_pb2.LocalFrame(
-            handoff_id=handoff_id, rank=self._shard, stage=self._stage, last=True
+            handoff_id=handoff_id, shard=self._shard, stage=self._stage, last=True
         )
         self._port.send_frames([last])
 
@@ -179,7 +179,7 @@ class NotifierThread:
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(max_queued)
         self._taking, self._has_failed = True, False
         # Copies that the thread does not know of yet, and their bytes.
-        self._copies: list[tuple[Copy, Sequence[Filled]]] = []
+        self._copies: list[tuple[Copy, Sequence[StagedFrame]]] = []
         self._num_bytes = 0
         self._thread = threading.Thread(target=self._run, name="baton-notifier", daemon=True)
         self._thread.start()
@@ -188,7 +188,7 @@ class NotifierThread:
     def alive(self) -> bool:
         return self._taking and self._notifier.alive
 
-    def filled(self, copy: Copy, filled: Sequence[Filled]) -> None:
+    def filled(self, copy: Copy, filled: Sequence[StagedFrame]) -> None:
         self._copies.append((copy, filled))
         self._num_bytes += sum(each.num_bytes for each in filled)
         if self._num_bytes >= _WAKE_BYTES:
@@ -199,7 +199,7 @@ class NotifierThread:
             self._put(partial(self._all_filled, self._copies))
         self._copies, self._num_bytes = [], 0
 
-    def _all_filled(self, copies: Sequence[tuple[Copy, Sequence[Filled]]]) -> None:
+    def _all_filled(self, copies: Sequence[tuple[Copy, Sequence[StagedFrame]]]) -> None:
         for copy, filled in copies:
             self._notifier.filled(copy, filled)
         self._notifier.flush()
@@ -208,9 +208,9 @@ class NotifierThread:
         self.flush()
         self._put(partial(self._notifier.abort, handoff_id))
 
-    def end_part(self, handoff_id: bytes) -> None:
+    def end_writing(self, handoff_id: bytes) -> None:
         self.flush()
-        self._put(partial(self._notifier.end_part, handoff_id))
+        self._put(partial(self._notifier.end_writing, handoff_id))
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
         """Waits for queued notifications to be sent, then closes the port. Idempotent.

@@ -5,21 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from baton.kvtransfer.connector.block_copies import BlockCopies, LayerRuns, Run
 from baton.kvtransfer.connector.cuda_copies import CudaCopies
-from baton.kvtransfer.connector.handoff_step import HandoffStep, LoadReport, Push
+from baton.kvtransfer.connector.handoff_step import HandoffStep, LoadReport, Save
 from baton.kvtransfer.connector.host_copies import HostCopies
-from baton.kvtransfer.connector.notifier import Filled, Notifier, NotifierThread
+from baton.kvtransfer.connector.notifier import Notifier, NotifierThread, StagedFrame
 from baton.kvtransfer.connector.paged_cache import PagedCache
 from baton.kvtransfer.connector.rank_loads import RankLoads
 from baton.kvtransfer.control import EnginePort, split_blocks
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.stages import Stage
+from baton.kvtransfer.pipeline_stages import PipelineStage
 from baton.runtime.kv_groups import KvGroup
 
 # Threads that verify loads: one computes checksums of some 7 GB/s, and a bus brings 50. A send uses
@@ -48,21 +48,38 @@ def open_copies(cache: PagedCache, staging: torch.Tensor) -> BlockCopies:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """The blocks of one frame per layer of a push.
+    """The blocks of one frame per layer of a save.
 
     Attributes:
-        push: The push that the blocks belong to.
-        begin: Index of the first block among all blocks of its table that the step pushes.
+        save: The save that the blocks belong to.
+        begin: Index of the first block among all blocks of its table that the step saves.
         first_block: Index of the first block within the handoff.
         num_blocks: Number of blocks in the frame.
-        last: True if this is the push's last piece.
+        last: True if this is the save's last piece.
     """
 
-    push: Push
+    save: Save
     begin: int
     first_block: int
     num_blocks: int
     last: bool
+
+
+@dataclass(slots=True)
+class _NextGather:
+    """Small pieces of one or several layers that go into one gather.
+
+    Attributes:
+        runs: The blocks to gather, for each batch of pieces of a layer.
+        pieces: All pieces.
+        frames: The frame of each piece.
+        num_bytes: Bytes of all pieces.
+    """
+
+    runs: list[LayerRuns] = field(default_factory=list)
+    pieces: list[_Piece] = field(default_factory=list)
+    frames: list[StagedFrame] = field(default_factory=list)
+    num_bytes: int = 0
 
 
 class RankHalf:
@@ -82,25 +99,21 @@ class RankHalf:
         port: EnginePort,
         rank: int,
         layout: KvLayout,
-        stage: Stage | None = None,
+        stage: PipelineStage | None = None,
     ) -> None:
         self._socket_path, self._port = socket_path, port
-        self._layout, self._stage = layout, stage or Stage(0, range(layout.num_all_layers))
+        self._layout, self._stage = layout, stage or PipelineStage(0, range(layout.num_all_layers))
         # When several ranks hold the same shard, the first one sends it, and each one loads it.
         self._shard, replica = divmod(rank, layout.num_replicas)
         self._is_sender = replica == 0
         self._cache: PagedCache | None = None
-        # For the step under way: its pushes; each table's blocks in the form the copies take; and
+        # For the step under way: its saves; each table's blocks in the form the copies take; and
         # for each group of layers the frames of one layer, in batches of which each goes into one
         # gather.
-        self._pushes: list[Push] = []
+        self._saves: list[Save] = []
         self._blocks: dict[int, Any] = {}
         self._batches: dict[KvGroup, list[list[_Piece]]] = {}
-        # The next gather: small pieces of several layers go into one.
-        self._held: list[LayerRuns] = []
-        self._held_pieces: list[_Piece] = []
-        self._held_filled: list[Filled] = []
-        self._held_bytes = 0
+        self._held = _NextGather()
         # Incomplete handoffs of which this rank sends nothing more.
         self._given_up: set[bytes] = set()
         # Layers, by the engine's names, whose blocks this step has not gathered yet.
@@ -144,7 +157,7 @@ class RankHalf:
         return self._port.alive and self._notifier.alive
 
     def begin_step(self, step: HandoffStep) -> None:
-        """Clears wrong blocks and prepares the step's pushes."""
+        """Clears wrong blocks and prepares the step's saves."""
         if step.cleared:
             self._copies.clear(step.cleared)
         if not self._is_sender:
@@ -152,13 +165,13 @@ class RankHalf:
         for handoff_id in step.ended:
             self._given_up.discard(handoff_id)
             self._notifier.abort(handoff_id)
-        pushes = [push for push in step.pushes if push.handoff_id not in self._given_up]
-        self._given_up -= {push.handoff_id for push in step.pushes if push.last}
-        if not pushes or not self._notifier.alive:
+        saves = [save for save in step.saves if save.handoff_id not in self._given_up]
+        self._given_up -= {save.handoff_id for save in step.saves if save.last}
+        if not saves or not self._notifier.alive:
             return
-        self._pushes, self._unsaved = pushes, dict.fromkeys(self._known_cache.indices)
+        self._saves, self._unsaved = saves, dict.fromkeys(self._known_cache.indices)
         for table in self._layout.tables:
-            parts = [push.parts[table.table] for push in pushes]
+            parts = [save.parts[table.table] for save in saves]
             block_ids = [block_id for part in parts for block_id in part.block_ids]
             if block_ids:
                 self._blocks[table.table] = self._copies.prepare(block_ids)
@@ -173,8 +186,8 @@ class RankHalf:
         batch: list[_Piece] = []
         begin, most = 0, self._copies.max_blocks(layer)
         room = most
-        for push in self._pushes:
-            part = push.parts[group.table]
+        for save in self._saves:
+            part = save.parts[group.table]
             end = part.first_block + len(part.block_ids)
             for first, count in split_blocks(
                 part.first_block, len(part.block_ids), group.block_bytes, most * group.block_bytes
@@ -182,7 +195,7 @@ class RankHalf:
                 if batch and count > room:
                     yield batch
                     batch, room = [], most
-                batch.append(_Piece(push, begin, first, count, first + count == end))
+                batch.append(_Piece(save, begin, first, count, first + count == end))
                 begin, room = begin + count, room - count
         if batch:
             yield batch
@@ -199,47 +212,67 @@ class RankHalf:
                 self._gather(layer_name, layer)
 
     def _gather(self, layer_name: str, layer: int) -> None:
-        layout = self._layout
+        """Gathers the step's blocks of one layer, perhaps together with those of later layers."""
         del self._unsaved[layer_name]
         ends_step, group = not self._unsaved, self._known_cache.groups[layer]
-        batches, most = self._batches_of(group, layer), self._copies.joined_bytes
-        if batches and self._held_bytes + _num_bytes(batches[0], group) > most:
+        batches = self._batches_of(group, layer)
+        if batches and not self._fits(_num_bytes(batches[0], group)):
             # If handoffs are given up with the earlier layers, this layer is divided again.
             batches = batches if self._gather_held() else self._batches_of(group, layer)
         for batch in batches:
-            num_bytes, filled = _num_bytes(batch, group), []
-            for piece in batch:
-                push = piece.push
-                offset = layout.offset(self._shard, layer, piece.first_block, push.num_blocks)
-                filled.append(
-                    Filled(
-                        push.handoff_id,
-                        layer,
-                        piece.first_block,
-                        piece.num_blocks,
-                        push.offset + offset,
-                        piece.num_blocks * group.block_bytes,
-                        last=ends_step and piece.last and push.last,
-                    )
-                )
-            runs = _joined(
-                (
-                    Run(piece.begin, piece.num_blocks, each.offset)
-                    for piece, each in zip(batch, filled, strict=True)
-                ),
-                group.block_bytes,
-            )
-            if self._held_bytes + num_bytes > most and not self._gather_held():
-                break
-            self._held.append(LayerRuns(layer, self._blocks[group.table], runs))
-            self._held_pieces += batch
-            self._held_filled += filled
-            self._held_bytes += num_bytes
-            if self._held_bytes >= most and not self._gather_held():
+            if not self._hold(batch, group, layer, ends_step=ends_step):
                 break
         if ends_step:
             self._gather_held()
             self._notifier.flush()
+
+    def _fits(self, num_bytes: int) -> bool:
+        """Returns whether the next gather may take so many bytes more."""
+        return self._held.num_bytes + num_bytes <= self._copies.joined_bytes
+
+    def _hold(self, batch: list[_Piece], group: KvGroup, layer: int, *, ends_step: bool) -> bool:
+        """Adds a batch to the next gather, and begins each gather that is large enough.
+
+        Args:
+            batch: Pieces of one layer.
+            group: The layer's group.
+            layer: Index of the layer.
+            ends_step: Whether this is the step's last layer.
+
+        Returns:
+            False if a gather was not possible, and its handoffs are given up.
+        """
+        num_bytes = _num_bytes(batch, group)
+        if not self._fits(num_bytes) and not self._gather_held():
+            return False
+        frames = [self._frame(piece, group, layer, ends_step=ends_step) for piece in batch]
+        runs = _joined(
+            (
+                Run(piece.begin, piece.num_blocks, frame.offset)
+                for piece, frame in zip(batch, frames, strict=True)
+            ),
+            group.block_bytes,
+        )
+        held = self._held
+        held.runs.append(LayerRuns(layer, self._blocks[group.table], runs))
+        held.pieces += batch
+        held.frames += frames
+        held.num_bytes += num_bytes
+        return held.num_bytes < self._copies.joined_bytes or self._gather_held()
+
+    def _frame(self, piece: _Piece, group: KvGroup, layer: int, *, ends_step: bool) -> StagedFrame:
+        """Returns the frame of a piece in one layer."""
+        save = piece.save
+        offset = self._layout.offset(self._shard, layer, piece.first_block, save.num_blocks)
+        return StagedFrame(
+            save.handoff_id,
+            layer,
+            piece.first_block,
+            piece.num_blocks,
+            save.offset + offset,
+            piece.num_blocks * group.block_bytes,
+            last=ends_step and piece.last and save.last,
+        )
 
     def _batches_of(self, group: KvGroup, layer: int) -> list[list[_Piece]]:
         if group not in self._batches:
@@ -248,33 +281,32 @@ class RankHalf:
 
     def _gather_held(self) -> bool:
         """Gathers the held pieces; returns False if their handoffs are given up."""
-        parts, pieces, filled = self._held, self._held_pieces, self._held_filled
-        self._held, self._held_pieces, self._held_filled, self._held_bytes = [], [], [], 0
-        if not parts:
+        held, self._held = self._held, _NextGather()
+        if not held.runs:
             return True
         try:
-            copy = self._copies.gather(parts)
+            copy = self._copies.gather(held.runs)
         except TimeoutError as error:
-            self._give_up(min((one.push for one in pieces), key=self._pushes.index), error)
+            self._give_up(min((piece.save for piece in held.pieces), key=self._saves.index), error)
             return False
-        self._notifier.filled(copy, filled)
+        self._notifier.filled(copy, held.frames)
         if self._copies.gathers_wait:
             # A later gather of this step needs the buffer that the notifier's thread frees.
             self._notifier.flush()
         return True
 
-    def _give_up(self, first_push: Push, why: Exception) -> None:
-        """Stops the handoffs of the step's pushes from one on; the engine goes on.
+    def _give_up(self, first_save: Save, why: Exception) -> None:
+        """Stops the handoffs of the step's saves from one on; the engine goes on.
 
         Nothing more of these handoffs is written, because their staging may soon belong to others.
         """
-        first = self._pushes.index(first_push)
-        stopped, self._pushes = self._pushes[first:], self._pushes[:first]
+        first = self._saves.index(first_save)
+        stopped, self._saves = self._saves[first:], self._saves[:first]
         logger.error("%s: this rank gives %d handoffs up", why, len(stopped))
-        for push in stopped:
-            self._notifier.end_part(push.handoff_id)
-        self._given_up |= {push.handoff_id for push in stopped if not push.last}
-        # Batches are made again; prepared blocks are in the order of the pushes.
+        for save in stopped:
+            self._notifier.end_writing(save.handoff_id)
+        self._given_up |= {save.handoff_id for save in stopped if not save.last}
+        # Batches are made again; prepared blocks are in the order of the saves.
         self._batches.clear()
 
     def end_step(self) -> None:
@@ -293,7 +325,7 @@ class RankHalf:
             self._gather(layer_name, self._known_cache.indices[layer_name])
         if self._blocks:
             self._copies.join_gathers()
-        self._pushes, self._blocks, self._batches, self._unsaved = [], {}, {}, {}
+        self._saves, self._blocks, self._batches, self._unsaved = [], {}, {}, {}
 
     def load(self, step: HandoffStep) -> None:
         """Begins the step's loads."""

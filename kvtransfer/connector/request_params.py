@@ -99,7 +99,7 @@ class RequestParams:
 
     @property
     def send(self) -> SendHandoff | None:
-        """The handoff that the request pushes; None: none."""
+        """The handoff that the request sends; None: none."""
         if (send := self._params.get(_SEND)) is None:
             return None
         return SendHandoff(**{**send, "handoff_id": bytes.fromhex(send["handoff_id"])})

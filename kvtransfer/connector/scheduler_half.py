@@ -1,15 +1,16 @@
-"""Decides which handoffs an engine pushes and loads in which step; runs beside vLLM's scheduler."""
+"""Decides which handoffs an engine sends and loads in which step; runs beside vLLM's scheduler."""
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, LoadReport, Part
 from baton.kvtransfer.connector.kept_prefixes import KeptPrefixes
+from baton.kvtransfer.connector.receives import Receive, Receives
 from baton.kvtransfer.connector.request_params import RequestParams
 from baton.kvtransfer.connector.sends import Sends
 from baton.kvtransfer.connector.step_report import StepReport
@@ -26,47 +27,11 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-# Number of ended handoffs remembered before their requests come. When there are more, the oldest
-# is forgotten, and its request waits until its deadline.
-_MAX_ENDED_AHEAD = 4096
-_COMMITTED = kv_transfer_pb2.HANDOFF_STATE_COMMITTED
-_FAILED = kv_transfer_pb2.HANDOFF_STATE_FAILED
-_RELEASED = kv_transfer_pb2.HANDOFF_STATE_RELEASED
 # Reasons in a release: why nothing of a handoff was loaded. UNSPECIFIED: it was loaded, or there
 # was nothing to load.
 _LOADED = kv_transfer_pb2.REFUSAL_REASON_UNSPECIFIED
 _EXPIRED = kv_transfer_pb2.REFUSAL_REASON_EXPIRED
 _CANCELLED = kv_transfer_pb2.REFUSAL_REASON_CANCELLED
-
-
-@dataclass(slots=True)
-class _Receive:
-    """A request that waits for a handoff.
-
-    Attributes:
-        request_id: The engine's ID of the request.
-        handoff_id: ID of the handoff, 16 bytes.
-        num_tokens: Number of tokens of the prompt, from the first, that the handoff covers.
-        skip_tokens: Number of these tokens, from the first, that the handoff leaves out.
-        deadline: When the wait ends, by time.monotonic.
-        is_fetch: Whether the request computes the tokens that the handoff does not bring.
-        only_waits: Whether another request fetches the handoff and owns it. This request loads
-            nothing; it starts when the other one has loaded.
-        over: True once the handoff was loaded or given up, or there was nothing to load.
-        num_shards: Number of shards of the sender's cache, known when the handoff is committed.
-        has_draft: Whether the handoff holds the layers of a draft, known then too.
-    """
-
-    request_id: str
-    handoff_id: bytes
-    num_tokens: int
-    skip_tokens: int
-    deadline: float
-    is_fetch: bool
-    only_waits: bool
-    over: bool = False
-    num_shards: int = 0
-    has_draft: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +52,7 @@ class _Unfinished:
 
 
 class SchedulerHalf:
-    """Decides which handoffs are pushed and loaded, and in which step.
+    """Decides which blocks are saved for handoffs and loaded from them, and in which step.
 
     vLLM's scheduler calls it through the connector, one method at a time.
 
@@ -110,12 +75,7 @@ class SchedulerHalf:
         # Every request that has not ended, by the engine's request id.
         self._requests: dict[str, Request] = {}
         self._sends = Sends(port, layout)
-        self._receives: dict[str, _Receive] = {}
-        # Committed handoffs that were not loaded. The transfer service bounds their number.
-        self._committed: dict[bytes, kv_transfer_pb2.LocalHandoffState] = {}
-        # Handoffs that failed, and that were released; their requests may not have come yet.
-        self._failed: OrderedDict[bytes, None] = OrderedDict()
-        self._released: OrderedDict[bytes, None] = OrderedDict()
+        self._receives = Receives(port)
         # Loads of the oldest unfinished step that failed in a rank, with the reason.
         self._failed_loads: dict[bytes, kv_transfer_pb2.RefusalReason.ValueType] = {}
         # Requests that must find their whole prompt in the cache, except the last token.
@@ -139,7 +99,6 @@ class SchedulerHalf:
         # vLLM may schedule a step while another one runs, and finishes steps in order.
         self._unfinished: deque[_Unfinished] = deque()
         self._counter = StepCounter()
-        port.subscribe()
 
     def bind(self, pool: BlockPool) -> None:
         """Takes the engine's block pool; vLLM calls this before the first request."""
@@ -154,15 +113,7 @@ class SchedulerHalf:
         if (send := params.send) is not None:
             self._sends.add(request.request_id, send)
         if (receive := params.receive) is not None:
-            self._receives[request.request_id] = made = _Receive(
-                request.request_id,
-                receive.handoff_id,
-                receive.num_tokens,
-                receive.skip_tokens,
-                time.monotonic() + receive.timeout_s,
-                receive.is_fetch,
-                receive.only_waits,
-            )
+            made = self._receives.add(request.request_id, receive, time.monotonic())
             if made.is_fetch and made.skip_tokens:
                 self._kept.keep(request, made.skip_tokens, made.deadline)
         if params.only_cached:
@@ -181,12 +132,13 @@ class SchedulerHalf:
             request: The engine's request, which is about to run.
             num_computed_tokens: Tokens of its prompt that are in the prefix cache.
         """
-        receive = self._receives.get(request.request_id)
-        if receive is None or receive.over:
+        receive = self._receives.waiting(request.request_id)
+        if receive is None:
             return 0
-        self._poll()
+        self._receives.poll()
+        now = time.monotonic()
         if receive.only_waits:
-            receive.over = self._is_ended(receive)
+            receive.over = self._receives.is_ended(receive, now)
             return 0 if receive.over else None
         if num_computed_tokens < receive.skip_tokens:
             # The prefix cache has lost what the handoff leaves out.
@@ -196,19 +148,13 @@ class SchedulerHalf:
             # Baton's engine must abort the request.
             self._gone[request.request_id] = 0
             return None
-        if (committed := self._committed.get(receive.handoff_id)) is not None:
-            receive.num_shards = committed.num_shards
-            receive.has_draft = committed.has_draft
-            if receive.is_fetch:
-                # The holder may have lacked blocks at the end.
-                brought = receive.skip_tokens + committed.num_tokens
-                receive.num_tokens = min(receive.num_tokens, brought)
+        if self._receives.has_come(receive):
             if self._is_loadable(receive, request):
                 return max(0, self._usable_tokens(receive, request) - num_computed_tokens)
-        elif self._may_come(receive):
-            if time.monotonic() < receive.deadline:
+        elif self._receives.may_come(receive):
+            if now < receive.deadline:
                 return None
-            self._port.release(receive.handoff_id, all_ranks=True, not_loaded=_EXPIRED)
+            self._port.release(receive.handoff_id, all_shards=True, not_loaded=_EXPIRED)
         self._end(receive)
         return 0
 
@@ -217,29 +163,17 @@ class SchedulerHalf:
 
         `num_loadable_tokens` then returns None, whatever the prefix cache has.
         """
-        receive = self._receives.get(request_id)
-        if receive is None or receive.over:
+        receive = self._receives.waiting(request_id)
+        if receive is None:
             return False
-        self._poll()
-        if receive.only_waits:
-            return not self._is_ended(receive)
-        has_come = receive.handoff_id in self._committed
-        return not has_come and self._may_come(receive) and time.monotonic() < receive.deadline
-
-    def _may_come(self, receive: _Receive) -> bool:
-        """Returns whether a handoff that has not come may still come, its deadline left out."""
-        return receive.handoff_id not in self._failed and self._port.alive
-
-    def _is_ended(self, receive: _Receive) -> bool:
-        """Returns whether a request need not wait for another request's fetch any more."""
-        ended = receive.handoff_id in self._failed or receive.handoff_id in self._released
-        return ended or not self._port.alive or time.monotonic() >= receive.deadline
+        self._receives.poll()
+        return self._receives.is_on_its_way(receive, time.monotonic())
 
     def end_if_uncached(self, request: Request, num_held_tokens: int) -> bool:
         """Ends a request that must not run, because it lacks blocks that it cannot compute.
 
         Baton's engine hears of it after the step (StepReport.gone), and aborts the request. If the
-        request serves a fetch and has pushed nothing, its send ends here; see Sends.leave.
+        request serves a fetch and has saved nothing, its send ends here; see Sends.leave.
 
         Args:
             request: The engine's request, which is about to run.
@@ -262,15 +196,14 @@ class SchedulerHalf:
 
     def receives(self, request_id: str) -> bool:
         """Returns whether a request still waits for a handoff, or loads it next."""
-        receive = self._receives.get(request_id)
-        return receive is not None and not receive.over
+        return self._receives.waiting(request_id) is not None
 
     @staticmethod
-    def _usable_tokens(receive: _Receive, request: Request) -> int:
+    def _usable_tokens(receive: Receive, request: Request) -> int:
         # The engine computes at least one token, because it samples from that token's logits.
         return min(receive.num_tokens, int(request.num_tokens) - 1)
 
-    def _is_loadable(self, receive: _Receive, request: Request) -> bool:
+    def _is_loadable(self, receive: Receive, request: Request) -> bool:
         """Returns whether the blocks of a committed handoff are those that the request needs.
 
         A handoff holds the window that its last token and the next one need, and the state after
@@ -293,8 +226,8 @@ class SchedulerHalf:
             The blocks that the load of the handoff fills.
         """
         self._unverified.follow(tables)
-        receive = self._receives.get(request.request_id)
-        if receive is None or receive.over:
+        receive = self._receives.waiting(request.request_id)
+        if receive is None:
             return ()
         if num_loaded_tokens == 0:
             self._end(receive)
@@ -310,11 +243,10 @@ class SchedulerHalf:
             receive.has_draft,
             is_stream=not receive.is_fetch and request.priority <= 0,
         )
-        receive.over = True
+        self._receives.end(receive)
         if receive.is_fetch:
             # The request has the blocks now.
             self._kept.let_go(request.request_id)
-        self._committed.pop(receive.handoff_id, None)
         self._loads.append(load)
         if load.waiting_id:
             self._waited[request.request_id] = load
@@ -389,14 +321,14 @@ class SchedulerHalf:
                         self._pool.evict_blocks({found[0].block_id})
 
     def step(self, output: SchedulerOutput) -> HandoffStep:
-        """Returns what the ranks push, load and clear in a step that vLLM has scheduled."""
+        """Returns what the ranks save, load and clear in a step that vLLM has scheduled."""
         self._uncache_uncomputed(output.preempted_req_ids)
         if self._kept:
             self._kept.expire(time.monotonic())
-        pushes = []
+        saves = []
         if len(self._sends):
-            pushes = list(self._sends.pushes(output, self._unverified.block_ids()))
-        step = HandoffStep(pushes, self._loads, self._sends.take_given_up(), self._wrong.take())
+            saves = list(self._sends.saves(output, self._unverified.block_ids()))
+        step = HandoffStep(saves, self._loads, self._sends.take_given_up(), self._wrong.take())
         work = self._counter.count(output)
         if self._copies_in_steps and any(load.is_stream for load in self._waited.values()):
             # Copies for a stream may take most of the step.
@@ -434,16 +366,16 @@ class SchedulerHalf:
             following |= dict.fromkeys(step.loads, _LOADED) | self._failed_loads
             self._failed_loads = {}
             for handoff_id, not_loaded in step.releases.items():
-                self._port.release(handoff_id, all_ranks=True, not_loaded=not_loaded)
+                self._port.release(handoff_id, all_shards=True, not_loaded=not_loaded)
         self._wrong.release_free()
         report.gone, self._gone = self._gone, {}
         report.is_cut_off = self._is_cut_off or not self._port.alive
         return report
 
     def finished(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
-        """Takes the end of a request that had these blocks: the ranks push nothing more of it.
+        """Takes the end of a request that had these blocks: the ranks save nothing more of it.
 
-        Pushes of earlier steps may still be under way: a step that runs ahead, or copies that end
+        Saves of earlier steps may still be under way: a step that runs ahead, or copies that end
         after their step. The ranks tell the service themselves when they have stopped writing, in
         the next step, which vLLM makes after every end of a request.
         """
@@ -453,8 +385,8 @@ class SchedulerHalf:
         self._sends.finished(request.request_id)
         self._only_cached.discard(request.request_id)
         self._needed.pop(request.request_id, None)
-        receive = self._receives.pop(request.request_id, None)
-        if receive is not None and not receive.over:
+        receive = self._receives.remove(request.request_id)
+        if receive is not None:
             self._end(receive, _CANCELLED)
 
     def reported(self, report: LoadReport, *, is_cut_off: bool = False) -> None:
@@ -479,11 +411,11 @@ class SchedulerHalf:
         for request_id in self._waited.keys() & request_ids:
             handoff_id = self._waited.pop(request_id).handoff_id
             why = self._waited_failed.pop(handoff_id, _LOADED)
-            self._port.release(handoff_id, all_ranks=True, not_loaded=why)
+            self._port.release(handoff_id, all_shards=True, not_loaded=why)
 
     def _end(
         self,
-        receive: _Receive,
+        receive: Receive,
         not_loaded: kv_transfer_pb2.RefusalReason.ValueType = _LOADED,
     ) -> None:
         """Loads nothing of a handoff; the step that is made next releases it.
@@ -492,24 +424,8 @@ class SchedulerHalf:
             receive: A receive that is not over.
             not_loaded: Why nothing was loaded.
         """
-        receive.over = True
+        self._receives.end(receive)
         self._kept.let_go(receive.request_id)
         if receive.only_waits:
             return
-        self._committed.pop(receive.handoff_id, None)
-        if not receive.is_fetch:
-            self._failed.pop(receive.handoff_id, None)
         self._releases[receive.handoff_id] = not_loaded
-
-    def _poll(self) -> None:
-        """Takes the changes of handoffs' states from the transfer service."""
-        for state in self._port.poll():
-            if state.state == _COMMITTED:
-                self._committed[state.handoff_id] = state
-            else:
-                self._committed.pop(state.handoff_id, None)
-            for ended, handoffs in ((_FAILED, self._failed), (_RELEASED, self._released)):
-                if state.state == ended:
-                    handoffs[state.handoff_id] = None
-                    if len(handoffs) > _MAX_ENDED_AHEAD:
-                        handoffs.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Decides which blocks of a prompt each step pushes; runs beside vLLM's scheduler."""
+"""Decides which blocks of a prompt each step saves; runs beside vLLM's scheduler."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.kvtransfer.connector.handoff_step import Part, Push
+from baton.kvtransfer.connector.handoff_step import Part, Save
 from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.handoff_orders import SendHandoff
 from baton.kvtransfer.layout import KvLayout
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Send:
-    """A request whose blocks are pushed.
+    """A request whose blocks are saved.
 
     Attributes:
         handoff_id: ID of the handoff, 16 bytes.
@@ -26,10 +26,10 @@ class _Send:
         num_tokens: Number of prompt tokens that the handoff covers, from the prompt's first.
         skip_tokens: Number of tokens at the beginning that the handoff leaves out.
         num_blocks: Size of the handoff.
-        next_blocks: For each block table, the index in the prompt of the next block to push. It
-            never goes back: pushed blocks stay right when the request is preempted.
-        end_blocks: For each block table, the index of the block after the last one to push.
-        has_pushed: Whether a step has pushed some blocks.
+        next_blocks: For each block table, the index in the prompt of the next block to save. It
+            never goes back: saved blocks stay right when the request is preempted.
+        end_blocks: For each block table, the index of the block after the last one to save.
+        has_saved: Whether a step has saved some blocks.
     """
 
     handoff_id: bytes
@@ -39,7 +39,7 @@ class _Send:
     num_blocks: int
     next_blocks: list[int]
     end_blocks: list[int]
-    has_pushed: bool = False
+    has_saved: bool = False
 
 
 class Sends:
@@ -64,7 +64,7 @@ class Sends:
 
         Args:
             request_id: The engine's request ID.
-            order: The handoff that the request pushes.
+            order: The handoff that the request sends.
         """
         skip_tokens, num_tokens = order.skip_tokens, order.num_tokens
         num_blocks = self._layout.num_blocks(num_tokens - skip_tokens)
@@ -83,7 +83,7 @@ class Sends:
         )
 
     def finished(self, request_id: str) -> None:
-        """Takes the end of a request; gives its handoff up unless all blocks were pushed."""
+        """Takes the end of a request; gives its handoff up unless all blocks were saved."""
         send = self._sends.pop(request_id, None)
         if send is not None and send.next_blocks != send.end_blocks:
             self._give_up(send)
@@ -92,25 +92,25 @@ class Sends:
         """Forgets the send of a request that ends before it runs; Baton's engine keeps the handoff.
 
         Returns:
-            Whether the request has pushed nothing, so that another request can use the handoff.
+            Whether the request has saved nothing, so that another request can use the handoff.
         """
         send = self._sends.get(request_id)
-        if send is not None and send.has_pushed:
+        if send is not None and send.has_saved:
             return False
         self._sends.pop(request_id, None)
         return True
 
-    def pushes(self, output: SchedulerOutput, unverified: Set[int]) -> Iterator[Push]:
-        """Yields the blocks that a step finishes, one push per request.
+    def saves(self, output: SchedulerOutput, unverified: Set[int]) -> Iterator[Save]:
+        """Yields the blocks that a step finishes, one save per request.
 
-        The engine keeps every block of a handoff until the step that pushes it: it drops a window's
+        The engine keeps every block of a handoff until the step that saves it: it drops a window's
         blocks only when no later token of the prompt needs them. If a block were gone (NULL_BLOCK)
         nevertheless, the request would give its handoff up.
 
         Args:
             output: The step.
             unverified: Blocks whose content may turn out wrong, which the decode worker could not
-                detect. A request with such a block pushes nothing in this step.
+                detect. A request with such a block saves nothing in this step.
         """
         cached = output.scheduled_cached_reqs
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -124,7 +124,7 @@ class Sends:
                 continue
             tables = output.kv_connector_block_state.get_block_ids(request_id)
             if any(not unverified.isdisjoint(block_ids) for block_ids in tables):
-                # A later step pushes these blocks too. Without one, the handoff is given up.
+                # A later step saves these blocks too. Without one, the handoff is given up.
                 continue
             parts = tuple(self._parts(send, tables, ready))
             # A state belongs to the last computed token, which must be the handoff's.
@@ -132,8 +132,8 @@ class Sends:
             if is_wrong or not all(all(part.block_ids) for part in parts):
                 self._give_up(self._sends.pop(request_id))
                 continue
-            send.next_blocks, send.has_pushed = ready, True
-            yield Push(
+            send.next_blocks, send.has_saved = ready, True
+            yield Save(
                 send.handoff_id,
                 send.offset,
                 send.num_blocks,
@@ -142,9 +142,9 @@ class Sends:
             )
 
     def _ready(self, send: _Send, num_tokens: int) -> list[int]:
-        """Returns for each table the block after the last one that is complete or pushed.
+        """Returns for each table the block after the last one that is complete or saved.
 
-        Blocks from the prefix cache never pass through the model; the first push includes them.
+        Blocks from the prefix cache never pass through the model; the first save includes them.
         """
         if num_tokens >= send.num_tokens:
             return send.end_blocks
@@ -160,7 +160,7 @@ class Sends:
     def _parts(
         self, send: _Send, tables: Sequence[Sequence[int]], ready: Sequence[int]
     ) -> Iterator[Part]:
-        """Yields for each table the blocks from the next one to push on."""
+        """Yields for each table the blocks from the next one to save on."""
         for table, block_ids, first, end in zip(
             self._layout.tables, tables, send.next_blocks, ready, strict=True
         ):
@@ -172,7 +172,7 @@ class Sends:
                 yield Part(first - skipped, list(block_ids[first:end]))
 
     def take_given_up(self) -> list[bytes]:
-        """Returns incomplete handoffs that get no more pushes, for the step that is being made."""
+        """Returns incomplete handoffs that get no more saves, for the step that is being made."""
         given_up, self._given_up = self._given_up, []
         return given_up
 

@@ -70,7 +70,7 @@ class StepReport:
         tier_loads: Loads that have ended, by tier: "host" or "disk".
         dropped: Orders to delete KV blocks that have ended, by their IDs.
         gone: Requests that lack blocks that they cannot compute, by the engine's request ID. The
-            value of a request that serves a fetch and has pushed nothing is the number of leading
+            value of a request that serves a fetch and has saved nothing is the number of leading
             prompt tokens that this engine holds; the value of any other request is 0.
         is_cut_off: Whether this engine has lost its transfer service, which does not come back.
     """

@@ -18,7 +18,7 @@ for caches with states, the step that first runs the request loads it.
 Every failure (refused, expired, altered bytes) ends with the engine computing the prompt itself.
 
 Fetching. A fetch is a handoff of whole blocks at the beginning of a prompt; the request computes
-the rest. The holder runs a request for the same tokens and one more, which pushes its cached
+the rest. The holder runs a request for the same tokens and one more, which saves its cached
 blocks; if some are missing, this request ends before it gets blocks. The blocks that a fetch leaves
 out are held on the device while its request waits (kept_prefixes.py).
 
@@ -54,7 +54,7 @@ from baton.kvtransfer.connector.step_metadata import StepMetadata
 from baton.kvtransfer.connector.step_work import StepWork
 from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.stages import stage_of, whole_model
+from baton.kvtransfer.pipeline_stages import stage_of, whole_model
 from baton.runtime import quick_exit
 from baton.runtime.kv_groups import KvGroup
 
@@ -136,7 +136,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        # A push that ends incomplete makes the receiver recompute; the request does not fail.
+        # A send that ends incomplete makes the receiver recompute; the request does not fail.
         return False
 
     @classmethod

@@ -7,23 +7,22 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from baton.kvtransfer import receiving, sending
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
 from baton.kvtransfer.frames import Frame
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.push import IncomingPush, PushDialer
-from baton.kvtransfer.service import local_replies
+from baton.kvtransfer.service import local_replies, receive_state, send_state
 from baton.kvtransfer.service.fingerprint_checks import check_fingerprint
+from baton.kvtransfer.service.handoff_stream import IncomingStream, StreamDialer
 from baton.kvtransfer.service.local_server import LocalConnection
-from baton.kvtransfer.service.pusher import Pusher
 from baton.kvtransfer.service.receiver import Receiver
 from baton.kvtransfer.service.sender import Sender
+from baton.kvtransfer.service.stream_driver import StreamDriver
 from baton.kvtransfer.transports.negotiation import Negotiator
-from baton.kvtransfer.transports.transport import EndedPull
+from baton.kvtransfer.transports.transport import EndedPull, Pull
 from baton.v1 import kv_transfer_pb2 as pb
 
-# Longest life of an incoming push that opens no handoff; afterwards the handoff's deadlines apply.
-UNUSED_PUSH_TIMEOUT_S = 5.0
+# Longest life of an incoming stream that opens no handoff; later the handoff's deadlines apply.
+UNUSED_STREAM_TIMEOUT_S = 5.0
 # Resolution of uvloop's clock, in seconds. It is too coarse, so times here are time.monotonic().
 _TIMER_RESOLUTION_S = 0.001
 
@@ -40,7 +39,7 @@ class TransferCore:
         sender: State machine of the handoffs from this worker.
         receiver: State machine of the handoffs to this worker.
         negotiator: The transports of this service.
-        dialer: Opens pushes to other services.
+        dialer: Opens streams to other services.
         stop: Set when the service must end: the main process's connection is lost, or `problem`.
 
     Attributes:
@@ -52,7 +51,7 @@ class TransferCore:
         sender: Sender,
         receiver: Receiver,
         negotiator: Negotiator,
-        dialer: PushDialer,
+        dialer: StreamDialer,
         stop: asyncio.Event,
     ) -> None:
         self._sender, self._receiver, self._negotiator = sender, receiver, negotiator
@@ -66,10 +65,10 @@ class TransferCore:
         # Connection and call ID of each erase that has no reply yet.
         self._erasing: list[tuple[LocalConnection, int]] = []
         self._eraser: asyncio.Handle | None = None
-        self._pushers: dict[bytes, Pusher] = {}
-        # Every pusher with running tasks, including those that send a farewell frame.
-        self._live_pushers: set[Pusher] = set()
-        self._incoming: dict[int, IncomingPush] = {}
+        self._drivers: dict[bytes, StreamDriver] = {}
+        # Every driver with running tasks, including those that send a farewell frame.
+        self._live_drivers: set[StreamDriver] = set()
+        self._incoming: dict[int, IncomingStream] = {}
         self._num_streams = 0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -100,18 +99,6 @@ class TransferCore:
             "send_bytes": told.send_bytes,
             "receive_bytes": told.receive_bytes,
         }
-
-    def description(self) -> pb.DescribeResponse | None:
-        """Returns the reply to other workers' Describe; None before the engine's cache is known."""
-        if self._layout is None:
-            return None
-        statistics = self._receiver.arena_statistics()
-        return pb.DescribeResponse(
-            fingerprint=self._layout.fingerprint(),
-            receive_bytes_total=statistics.total_bytes,
-            receive_bytes_free=statistics.total_bytes - statistics.used_bytes,
-            num_handoffs=self._receiver.num_live,
-        )
 
     # ---- The control socket.
 
@@ -165,9 +152,9 @@ class TransferCore:
             return pb.LocalReply(send_opened=pb.LocalSendOpened(offset=offset))
         if kind == "claim":
             claim = request.claim
-            grant, effects = self._receiver.claim(claim.handoff_id, claim.rank, now)
+            grant, effects = self._receiver.claim(claim.handoff_id, claim.shard, now)
             self._carry_out(effects)
-            return pb.LocalReply(claimed=local_replies.part(grant, claim.rank, claim.num_seen))
+            return pb.LocalReply(claimed=local_replies.claimed(grant, claim.shard, claim.num_seen))
         if kind == "erase":
             self._sender.begin_erasing()
             self._receiver.begin_erasing()
@@ -183,9 +170,9 @@ class TransferCore:
             self._carry_out(
                 self._receiver.release(
                     release.handoff_id,
-                    release.rank,
+                    release.shard,
                     now,
-                    all_ranks=release.all_ranks,
+                    all_shards=release.all_shards,
                     not_loaded=release.not_loaded,
                 )
             )
@@ -234,41 +221,40 @@ class TransferCore:
         self._carry_out(effects)
         return None
 
-    # ---- Incoming pushes (PushHandler).
+    # ---- Incoming streams (StreamHandler).
 
-    def push_started(self, push: IncomingPush) -> int:
+    def stream_started(self, incoming: IncomingStream) -> int:
         self._num_streams += 1
         stream = self._num_streams
-        self._incoming[stream] = push
+        self._incoming[stream] = incoming
         if self._layout is None:
-            push.reply(
-                pb.PushReply(kind=pb.PushReply.KIND_REFUSED, detail="the engine is not ready yet")
-            )
-            push.end()
+            refused = pb.HandoffReply.KIND_REFUSED
+            incoming.reply(pb.HandoffReply(kind=refused, detail="the engine is not ready yet"))
+            incoming.end()
             return stream
-        self._loop.call_later(UNUSED_PUSH_TIMEOUT_S, self._end_unless_served, stream)
+        self._loop.call_later(UNUSED_STREAM_TIMEOUT_S, self._end_unless_served, stream)
         return stream
 
-    def push_frame(self, stream: int, frame: Frame) -> None:
+    def stream_frame(self, stream: int, frame: Frame) -> None:
         if effects := self._receiver.handle_frame(stream, frame, time.monotonic()):
             self._carry_out(effects)
             self._arm()
 
-    def push_malformed(self, stream: int, error: MalformedFrame) -> None:
+    def stream_malformed(self, stream: int, error: MalformedFrame) -> None:
         self._carry_out(self._receiver.handle_malformed(stream, error, time.monotonic()))
         self._end_unless_served(stream)
         self._arm()
 
-    def push_ended(self, stream: int) -> None:
+    def stream_ended(self, stream: int) -> None:
         self._negotiator.end(stream)
         self._carry_out(self._receiver.handle_stream_lost(stream, time.monotonic()))
         del self._incoming[stream]
         self._arm()
 
     def _end_unless_served(self, stream: int) -> None:
-        push = self._incoming.get(stream)
-        if push is not None and not self._receiver.serves(stream):
-            push.end()
+        incoming = self._incoming.get(stream)
+        if incoming is not None and not self._receiver.serves(stream):
+            incoming.end()
 
     # ---- Transports (TransportHandler).
 
@@ -280,69 +266,71 @@ class TransferCore:
 
     # ---- Effects and time.
 
-    def _carry_out(self, effects: Iterable[sending.Effect | receiving.Effect]) -> None:
+    def _carry_out(self, effects: Iterable[send_state.Effect | receive_state.Effect]) -> None:
         for effect in effects:
             match effect:
-                case sending.Wake(handoff_id):
-                    if (pusher := self._pushers.get(handoff_id)) is not None:
-                        pusher.wake()
-                case receiving.Pull():
+                case send_state.Wake(handoff_id):
+                    if (driver := self._drivers.get(handoff_id)) is not None:
+                        driver.wake()
+                case Pull():
                     self._negotiator.pull(effect)
-                case receiving.Stuck(detail):
+                case receive_state.Stuck(detail):
                     self.problem = detail
                     self._stop.set()
-                case receiving.Changed():
+                case receive_state.Changed():
                     self._notify_changed(effect)
-                case receiving.Reply():
+                case receive_state.Reply():
                     self._reply(effect)
-                case sending.Reserved(handoff_id, offset):
+                case send_state.Reserved(handoff_id, offset):
                     reply = pb.LocalReply(send_opened=pb.LocalSendOpened(offset=offset))
                     self._answer_open(handoff_id, reply)
-                case sending.NotReserved(handoff_id, detail):
+                case send_state.NotReserved(handoff_id, detail):
                     self._answer_open(handoff_id, pb.LocalReply(error=detail))
-                case sending.StartPush(handoff_id, target):
-                    self._start_push(handoff_id, target)
-                case sending.StopPush(handoff_id, farewell):
-                    if (pusher := self._pushers.pop(handoff_id, None)) is not None:
-                        pusher.stop(farewell)
-                case sending.Ended():
+                case send_state.StartStream(handoff_id, target):
+                    self._start_stream(handoff_id, target)
+                case send_state.StopStream(handoff_id, farewell):
+                    if (driver := self._drivers.pop(handoff_id, None)) is not None:
+                        driver.stop(farewell)
+                case send_state.Ended():
                     self._notify_ended(effect)
 
     def _answer_open(self, handoff_id: bytes, reply: pb.LocalReply) -> None:
         connection, reply.call_id = self._opening.pop(handoff_id)
         connection.reply(reply)
 
-    def _start_push(self, handoff_id: bytes, target: str) -> None:
-        def on_reply(reply: pb.PushReply) -> None:
-            if reply.kind == pb.PushReply.KIND_OPENED:
+    def _start_stream(self, handoff_id: bytes, target: str) -> None:
+        def on_reply(reply: pb.HandoffReply) -> None:
+            if reply.kind == pb.HandoffReply.KIND_OPENED:
                 self._negotiator.opened(target, reply, self._sender.offered(handoff_id))
             self._carry_out(self._sender.handle_reply(reply, handoff_id, time.monotonic()))
             self._arm()
 
         def on_lost(detail: str) -> None:
-            self._live_pushers.discard(pusher)
-            # A stopped pusher no longer belongs to the send.
-            if self._pushers.get(handoff_id) is pusher:
-                self._carry_out(self._sender.handle_push_lost(handoff_id, detail, time.monotonic()))
+            self._live_drivers.discard(driver)
+            # A stopped driver no longer belongs to the send.
+            if self._drivers.get(handoff_id) is driver:
+                self._carry_out(
+                    self._sender.handle_stream_lost(handoff_id, detail, time.monotonic())
+                )
                 self._arm()
 
-        pusher = Pusher(
+        driver = StreamDriver(
             handoff_id,
             self._sender,
             lambda: self._negotiator.ready(target),
-            lambda: self._dialer.open_push(target),
+            lambda: self._dialer.open_stream(target),
             on_reply,
             on_lost,
         )
-        self._pushers[handoff_id] = pusher
-        self._live_pushers.add(pusher)
+        self._drivers[handoff_id] = driver
+        self._live_drivers.add(driver)
 
-    def _reply(self, reply: receiving.Reply) -> None:
-        push = self._incoming.get(reply.stream)
-        if push is None:
+    def _reply(self, reply: receive_state.Reply) -> None:
+        incoming = self._incoming.get(reply.stream)
+        if incoming is None:
             return
-        push.reply(
-            pb.PushReply(
+        incoming.reply(
+            pb.HandoffReply(
                 kind=reply.kind,
                 handoff_id=reply.handoff_id,
                 epoch=reply.epoch,
@@ -352,19 +340,19 @@ class TransferCore:
                 transport_reason=reply.transport_reason,
             )
         )
-        if reply.kind != pb.PushReply.KIND_OPENED:
+        if reply.kind != pb.HandoffReply.KIND_OPENED:
             self._end_unless_served(reply.stream)
 
-    def _notify_changed(self, changed: receiving.Changed) -> None:
-        if changed.state is receiving.ReceiveState.FAILED:
-            push = self._incoming.get(changed.stream or 0)
+    def _notify_changed(self, changed: receive_state.Changed) -> None:
+        if changed.state is receive_state.ReceiveState.FAILED:
+            incoming = self._incoming.get(changed.stream or 0)
             logger.info(
                 "handoff failed: %s",
                 changed.detail,
                 extra={
                     "handoff": changed.handoff_id.hex(),
                     "epoch": changed.epoch,
-                    "sender": "not connected" if push is None else push.sender,
+                    "sender": "not connected" if incoming is None else incoming.sender,
                 },
             )
         for connection in self._connections:
@@ -372,11 +360,11 @@ class TransferCore:
                 self._notify(connection, changed)
 
     @staticmethod
-    def _notify(connection: LocalConnection, changed: receiving.Changed) -> None:
+    def _notify(connection: LocalConnection, changed: receive_state.Changed) -> None:
         state = local_replies.received_state(changed)
         connection.notify(("receive", changed.handoff_id), pb.LocalReply(handoff=state))
 
-    def _notify_ended(self, ended: sending.Ended) -> None:
+    def _notify_ended(self, ended: send_state.Ended) -> None:
         if not ended.committed:
             wanted = ended.reason != pb.REFUSAL_REASON_CANCELLED
             logger.log(
@@ -441,11 +429,11 @@ class TransferCore:
         for connection in list(self._connections):
             connection.abort()
 
-    async def close_pushes(self) -> None:
-        """Cancels every push in both directions, and closes the transports."""
-        for push in self._incoming.values():
-            push.end()
-        await asyncio.gather(*(pusher.close() for pusher in list(self._live_pushers)))
+    async def close_streams(self) -> None:
+        """Cancels every stream in both directions, and closes the transports."""
+        for incoming in self._incoming.values():
+            incoming.end()
+        await asyncio.gather(*(driver.close() for driver in list(self._live_drivers)))
         await self._negotiator.close()
         await self._dialer.close()
         if self._timer is not None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from baton.kvtransfer import local_wire, receiving, sending
+from baton.kvtransfer import local_wire
+from baton.kvtransfer.service import receive_state, send_state
 from baton.kvtransfer.service.receiver import Receiver
 from baton.kvtransfer.service.sender import Sender
 from baton.v1 import kv_transfer_pb2 as pb
 
 
-def part(grant: receiving.Grant, rank: int, first: int) -> pb.LocalClaimed:
-    """Returns one rank's part of a handoff, with at most MAX_LISTED_FRAMES frames from `first`."""
+def claimed(grant: receive_state.Grant, shard: int, first: int) -> pb.LocalClaimed:
+    """Returns the answer to a claim: at most MAX_LISTED_FRAMES of its frames, from `first`."""
     return pb.LocalClaimed(
         offset=grant.offset,
         num_blocks=grant.num_blocks,
@@ -20,7 +21,7 @@ def part(grant: receiving.Grant, rank: int, first: int) -> pb.LocalClaimed:
         frames=[
             pb.LocalFrame(
                 handoff_id=grant.handoff_id,
-                rank=rank,
+                shard=shard,
                 layer=frame.layer,
                 first_block=frame.first_block,
                 num_blocks=frame.num_blocks,
@@ -31,7 +32,7 @@ def part(grant: receiving.Grant, rank: int, first: int) -> pb.LocalClaimed:
     )
 
 
-def received_state(changed: receiving.Changed) -> pb.LocalHandoffState:
+def received_state(changed: receive_state.Changed) -> pb.LocalHandoffState:
     """Returns the message for the state of a handoff to this worker."""
     return pb.LocalHandoffState(
         handoff_id=changed.handoff_id,
@@ -48,7 +49,7 @@ def received_state(changed: receiving.Changed) -> pb.LocalHandoffState:
     )
 
 
-def sent_state(ended: sending.Ended) -> pb.LocalSendState:
+def sent_state(ended: send_state.Ended) -> pb.LocalSendState:
     """Returns the message that says how a send ended."""
     made = pb.LocalSendState
     return made(

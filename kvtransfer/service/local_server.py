@@ -12,7 +12,7 @@ from typing import cast
 
 from google.protobuf.message import DecodeError
 
-from baton.kvtransfer import engine_groups, engine_stages, local_wire
+from baton.kvtransfer import engine_groups, local_wire, start_phases
 from baton.kvtransfer.errors import TransferError
 from baton.runtime import worker_directory
 from baton.v1 import kv_transfer_pb2 as pb
@@ -141,7 +141,7 @@ def remove(path: str) -> None:
     Path(path).unlink(missing_ok=True)
     directory = Path(path).parent
     if directory.name.startswith(worker_directory.PREFIX):
-        engine_stages.remove(path)
+        start_phases.remove(path)
         engine_groups.remove(path)
         with contextlib.suppress(OSError):
             for one in directory.iterdir():

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.kvtransfer.arena import Extent
-from baton.kvtransfer.receiving import ReceivedFrame
+from baton.kvtransfer.service.receive_state import ReceivedFrame
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class OutstandingPull:
     """One pull that has not ended: what it brings, for which handoff, and where it writes."""
 
     handoff_id: bytes
-    rank: int
+    shard: int
     frame: ReceivedFrame
     num_bytes: int
     extent: Extent

@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.kvtransfer.errors import MalformedFrame
 from baton.kvtransfer.frames import Frame, FrameKind, Totals, verify
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.receiving import Handoff, RankPart, ReceiveState
+from baton.kvtransfer.service.receive_state import Handoff, ReceiveState, ShardProgress
 from baton.v1 import kv_transfer_pb2 as pb
 
 
@@ -13,8 +13,8 @@ def data_problem(handoff: Handoff, frame: Frame, layout: KvLayout) -> str | None
     """Returns what is wrong with a data frame or a reference; None when it is right."""
     if handoff.state is not ReceiveState.RECEIVING:
         return "a data frame before the handoff was opened"
-    if frame.rank >= layout.num_shards:
-        return f"rank is {frame.rank}; must be below {layout.num_shards}"
+    if frame.shard >= layout.num_shards:
+        return f"shard is {frame.shard}; must be below {layout.num_shards}"
     if frame.layer >= layout.num_all_layers:
         return f"layer is {frame.layer}; must be below {layout.num_all_layers}"
     group = layout.group_of(frame.layer)
@@ -35,11 +35,11 @@ def data_problem(handoff: Handoff, frame: Frame, layout: KvLayout) -> str | None
             f"{len(frame.payload)} bytes for {frame.num_blocks} blocks; "
             f"must be {frame.num_blocks * group.block_bytes}"
         )
-    part = handoff.ranks[frame.rank]
-    if part.promised is not None:
-        return f"a data frame after rank {frame.rank}'s commit"
+    progress = handoff.shards[frame.shard]
+    if progress.promised is not None:
+        return f"a data frame after shard {frame.shard}'s commit"
     first = layout.index(frame.layer, frame.first_block, handoff.num_blocks)
-    if part.seen.find(1, first, first + frame.num_blocks) != -1:
+    if progress.seen.find(1, first, first + frame.num_blocks) != -1:
         return f"layer {frame.layer}, blocks {frame.first_block} to {end}: came twice"
     return None
 
@@ -59,31 +59,31 @@ def _reference_problem(handoff: Handoff, frame: Frame, num_bytes: int) -> str | 
 
 
 def promised_totals(handoff: Handoff, frame: Frame, layout: KvLayout) -> Totals:
-    """Returns the totals of a rank's commit.
+    """Returns the totals of a shard's commit.
 
     Raises:
         MalformedFrame: The commit is wrong or altered.
     """
-    if handoff.state is not ReceiveState.RECEIVING or frame.rank >= layout.num_shards:
-        raise MalformedFrame(f"a commit of rank {frame.rank} while {handoff.state.name}")
-    if handoff.ranks[frame.rank].promised is not None:
-        raise MalformedFrame(f"rank {frame.rank} was committed before")
+    if handoff.state is not ReceiveState.RECEIVING or frame.shard >= layout.num_shards:
+        raise MalformedFrame(f"a commit of shard {frame.shard} while {handoff.state.name}")
+    if handoff.shards[frame.shard].promised is not None:
+        raise MalformedFrame(f"shard {frame.shard} was committed before")
     if not verify(frame):
         raise MalformedFrame("the commit was altered", pb.REFUSAL_REASON_CHECKSUM)
     return Totals.decode(frame.payload)
 
 
-def missing(part: RankPart, rank: int, expected: int) -> str | None:
-    """Returns how a rank's commit differs from what arrived of that rank; None when it does not.
+def missing(progress: ShardProgress, shard: int, expected: int) -> str | None:
+    """Returns how a shard's commit differs from what arrived of that shard; None when it does not.
 
     Args:
-        part: The part that arrived; its commit has come and none of its pulls is outstanding.
-        rank: Index of the part.
+        progress: What arrived of it; its commit has come and none of its pulls is outstanding.
+        shard: Index of the shard.
         expected: Number of blocks of one shard of the handoff.
     """
-    if part.promised == part.totals and part.num_seen == expected:
+    if progress.promised == progress.totals and progress.num_seen == expected:
         return None
     return (
-        f"rank {rank}: the commit says {part.promised}; {part.totals} arrived, "
-        f"{part.num_seen} of {expected} blocks"
+        f"shard {shard}: the commit says {progress.promised}; {progress.totals} arrived, "
+        f"{progress.num_seen} of {expected} blocks"
     )

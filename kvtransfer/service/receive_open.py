@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from google.protobuf.message import DecodeError
+
 from baton.kvtransfer.errors import MalformedFrame
-from baton.kvtransfer.frames import Frame
+from baton.kvtransfer.frames import MAX_OPEN_BYTES, Frame, verify
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.receiving import (
+from baton.kvtransfer.service.receive_state import (
     SENDER_AT_WORK,
-    Choice,
     Handoff,
-    RankPart,
     ReceiveState,
-    parse_open,
+    ShardProgress,
 )
 from baton.kvtransfer.service.receive_table import ReceiveTable
+from baton.kvtransfer.transports.negotiation import Choice
 from baton.runtime import kv_fingerprint
 from baton.v1 import kv_transfer_pb2 as pb
 
 _S = ReceiveState
+# Largest number of transports in an open. Baton has fewer transports.
+MAX_OFFERS = 16
 
 
 class OpenHandler:
@@ -31,7 +34,9 @@ class OpenHandler:
             can use none of them.
     """
 
-    def __init__(self, table: ReceiveTable, choose: Callable[[int, pb.PushOpen], Choice]) -> None:
+    def __init__(
+        self, table: ReceiveTable, choose: Callable[[int, pb.HandoffOpen], Choice]
+    ) -> None:
         self._table, self._choose = table, choose
 
     def handle(self, stream: int, frame: Frame, layout: KvLayout, now: float) -> None:
@@ -40,7 +45,7 @@ class OpenHandler:
             return
         live = self._table.live.get(frame.handoff_id)
         try:
-            opened = parse_open(frame)
+            opened = _parse_open(frame)
             sent = _sent_layout(opened, layout)
             num_bytes = self._checked_bytes(opened, sent, live)
             choice = self._choose(stream, opened)
@@ -74,7 +79,7 @@ class OpenHandler:
             return False
         return True
 
-    def _checked_bytes(self, opened: pb.PushOpen, layout: KvLayout, live: Handoff | None) -> int:
+    def _checked_bytes(self, opened: pb.HandoffOpen, layout: KvLayout, live: Handoff | None) -> int:
         """Returns the size of a handoff in bytes; raises MalformedFrame when it cannot be taken."""
         num_bytes = layout.handoff_bytes(opened.num_blocks)
         most = opened.num_blocks * layout.counted_tokens
@@ -91,7 +96,7 @@ class OpenHandler:
     def _begin(
         self,
         stream: int,
-        opened: pb.PushOpen,
+        opened: pb.HandoffOpen,
         choice: Choice,
         num_bytes: int,
         layout: KvLayout,
@@ -108,10 +113,10 @@ class OpenHandler:
             now: Current time.monotonic(), in seconds.
         """
         live = self._table.live.get(opened.handoff_id)
-        ranks = [RankPart() for _ in range(layout.num_shards)]
+        shards = [ShardProgress() for _ in range(layout.num_shards)]
         if live is None:
             live = Handoff(
-                opened.handoff_id, 0, None, 0, 0, 0, _S.QUEUED, now, ranks, choice, layout
+                opened.handoff_id, 0, None, 0, 0, 0, _S.QUEUED, now, shards, choice, layout
             )
             self._table.add(live)
         elif live.stream not in (None, stream) and live.state in SENDER_AT_WORK:
@@ -120,13 +125,13 @@ class OpenHandler:
                 live.stream, live.handoff_id, live.epoch, pb.REFUSAL_REASON_OLD_EPOCH, detail
             )
         self._table.assign_stream(live, stream)
-        live.epoch, live.ranks, live.layout = opened.epoch, ranks, layout
+        live.epoch, live.shards, live.layout = opened.epoch, shards, layout
         live.choice, live.problem = choice, None
         live.num_blocks, live.num_tokens = opened.num_blocks, opened.num_tokens
         self._table.reserve(live, num_bytes, opened.wait_ms / 1000, now)
 
 
-def _sent_layout(opened: pb.PushOpen, layout: KvLayout) -> KvLayout:
+def _sent_layout(opened: pb.HandoffOpen, layout: KvLayout) -> KvLayout:
     """Returns the layout of a handoff; raises MalformedFrame if it does not fit this cache."""
     if differing := kv_fingerprint.differences(layout.fingerprint(), opened.fingerprint):
         raise MalformedFrame(
@@ -162,3 +167,22 @@ def _draft_problem(group: pb.KvGroup, layout: KvLayout) -> str | None:
         f"{group.block_bytes} bytes, kind {group.kind}, table {group.table}; must be at least "
         f"1 layer of {tokens} tokens, at least {tokens} bytes, KIND_FULL, table {table.table}"
     )
+
+
+def _parse_open(frame: Frame) -> pb.HandoffOpen:
+    """Returns the message of an open frame. Raises MalformedFrame."""
+    if len(frame.payload) > MAX_OPEN_BYTES:
+        raise MalformedFrame(f"open of {len(frame.payload)} bytes; at most {MAX_OPEN_BYTES}")
+    if not verify(frame):
+        raise MalformedFrame("the open was altered", pb.REFUSAL_REASON_CHECKSUM)
+    try:
+        opened = pb.HandoffOpen.FromString(bytes(frame.payload))
+    except DecodeError as error:
+        raise MalformedFrame(f"the open's payload is not a HandoffOpen: {error}") from None
+    if opened.handoff_id != frame.handoff_id or opened.epoch != frame.epoch:
+        raise MalformedFrame("the open's payload names another handoff than its header")
+    if opened.num_blocks < 1:
+        raise MalformedFrame("num_blocks is 0; must be at least 1")
+    if len(opened.offers) > MAX_OFFERS:
+        raise MalformedFrame(f"{len(opened.offers)} offers; at most {MAX_OFFERS}")
+    return opened

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from baton.kvtransfer.arena import Arena, ArenaStatistics
 from baton.kvtransfer.frames import Frame
-from baton.kvtransfer.receiving import (
+from baton.kvtransfer.service.pulls import OutstandingPull, OutstandingPulls
+from baton.kvtransfer.service.receive_state import (
     SENDER_AT_WORK,
     TRANSITIONS,
     Changed,
@@ -24,7 +25,6 @@ from baton.kvtransfer.receiving import (
     Stuck,
     changed,
 )
-from baton.kvtransfer.service.pulls import OutstandingPull, OutstandingPulls
 from baton.kvtransfer.service.staging_eraser import StagingEraser
 from baton.kvtransfer.service.staging_queue import StagingQueue
 from baton.v1 import kv_transfer_pb2 as pb
@@ -145,7 +145,7 @@ class ReceiveTable:
         for handoff in holding:
             own = [pull for pull in self.pulls if pull.extent is handoff.extent]
             assert all(pull.handoff_id == handoff.handoff_id for pull in own), handoff
-            assert len(own) == sum(part.num_pulls for part in handoff.ranks), handoff
+            assert len(own) == sum(shard.num_pulls for shard in handoff.shards), handoff
             is_complete = handoff.state in (_S.COMMITTED, _S.CLAIMED)
             assert not (own and is_complete), handoff
         for handoff in self.live.values():
@@ -229,7 +229,7 @@ class ReceiveTable:
         handoff = self.live.get(pull.handoff_id)
         if handoff is None or handoff.extent is not pull.extent:
             return None
-        handoff.ranks[pull.rank].num_pulls -= 1
+        handoff.shards[pull.shard].num_pulls -= 1
         return handoff, pull
 
     def _stuck_bytes(self, now: float) -> int:
@@ -261,10 +261,10 @@ class ReceiveTable:
 
     def _receive(self, handoff: Handoff, now: float) -> None:
         handoff.deadline = now + self._limits.idle_timeout_s
-        for part in handoff.ranks:
-            part.seen = bytearray(handoff.layout.shard_blocks(handoff.num_blocks))
+        for shard in handoff.shards:
+            shard.seen = bytearray(handoff.layout.shard_blocks(handoff.num_blocks))
         self.advance(handoff, _S.RECEIVING)
-        self.reply(handoff, pb.PushReply.KIND_OPENED)
+        self.reply(handoff, pb.HandoffReply.KIND_OPENED)
 
     def interrupt(
         self, handoff: Handoff, reason: pb.RefusalReason.ValueType, detail: str, now: float
@@ -357,11 +357,11 @@ class ReceiveTable:
         if not quiet:
             self._effects.append(changed(handoff))
 
-    def reply(self, handoff: Handoff, kind: pb.PushReply.Kind.ValueType) -> None:
+    def reply(self, handoff: Handoff, kind: pb.HandoffReply.Kind.ValueType) -> None:
         """Replies on the stream of a handoff."""
         if handoff.stream is not None:
             reply = Reply(handoff.stream, kind, handoff.handoff_id, handoff.epoch)
-            if kind == pb.PushReply.KIND_OPENED:
+            if kind == pb.HandoffReply.KIND_OPENED:
                 chosen = handoff.choice
                 reply = replace(reply, transport=chosen.transport, transport_reason=chosen.reason)
             self._effects.append(reply)
@@ -377,7 +377,7 @@ class ReceiveTable:
         """Counts a refusal, and replies with it when there is a stream."""
         self.statistics.refusals[reason] += 1
         if stream is not None:
-            kind = pb.PushReply.KIND_REFUSED
+            kind = pb.HandoffReply.KIND_REFUSED
             self._effects.append(Reply(stream, kind, handoff_id, epoch, reason, detail))
 
     def state_text(self, handoff_id: bytes) -> str:

@@ -2,7 +2,7 @@
 
 Pure and synchronous: time is a parameter, and effects are returned. The network writes only into
 the extent that belongs to one (handoff, epoch). A handoff can be claimed only after every block of
-every rank has arrived exactly once and was verified.
+every shard has arrived exactly once and was verified.
 
 A reference becomes a pull: this service itself reads the bytes into the extent. A commit counts
 when all pulls before it have ended, and an extent is given to another handoff only when no pull may
@@ -24,23 +24,23 @@ from baton.kvtransfer.arena import Arena, ArenaStatistics
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
 from baton.kvtransfer.frames import Frame, FrameKind, copy, position_digest
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.receiving import (
+from baton.kvtransfer.service.pulls import OutstandingPull
+from baton.kvtransfer.service.receive_checks import data_problem, missing, promised_totals
+from baton.kvtransfer.service.receive_open import OpenHandler
+from baton.kvtransfer.service.receive_state import (
     SENDER_AT_WORK,
     Changed,
-    Choice,
     Effect,
     Grant,
     Handoff,
-    Pull,
     ReceivedFrame,
     ReceiverLimits,
     ReceiverStatistics,
     ReceiveState,
 )
-from baton.kvtransfer.service.pulls import OutstandingPull
-from baton.kvtransfer.service.receive_checks import data_problem, missing, promised_totals
-from baton.kvtransfer.service.receive_open import OpenHandler
 from baton.kvtransfer.service.receive_table import ReceiveTable
+from baton.kvtransfer.transports.negotiation import Choice
+from baton.kvtransfer.transports.transport import Pull
 from baton.v1 import kv_transfer_pb2 as pb
 
 _S = ReceiveState
@@ -49,8 +49,7 @@ _S = ReceiveState
 class Receiver:
     """The handoffs from other workers to this one.
 
-    A stream is one incoming push. The caller numbers streams and never reuses a number. One stream
-    carries one handoff.
+    The caller numbers incoming streams and never reuses a number. A stream carries one handoff.
 
     Args:
         arena: Arena of the receiving half of the segment; this object is its only user.
@@ -65,7 +64,7 @@ class Receiver:
         arena: Arena,
         memory: memoryview,
         limits: ReceiverLimits,
-        choose: Callable[[int, pb.PushOpen], Choice],
+        choose: Callable[[int, pb.HandoffOpen], Choice],
     ) -> None:
         self._table = ReceiveTable(arena, limits)
         self._opens = OpenHandler(self._table, choose)
@@ -127,7 +126,7 @@ class Receiver:
         handoff = self._table.of_stream(stream)
         return handoff is not None and handoff.state in SENDER_AT_WORK
 
-    def claim(self, handoff_id: bytes, rank: int, now: float) -> tuple[Grant, list[Effect]]:
+    def claim(self, handoff_id: bytes, shard: int, now: float) -> tuple[Grant, list[Effect]]:
         """Lets a rank read one of the sender's shards of a committed handoff until its release.
 
         Raises:
@@ -141,32 +140,32 @@ class Receiver:
             )
         if handoff.state not in (_S.COMMITTED, _S.CLAIMED):
             raise TransferRefused(f"handoff {handoff_id.hex()} is {handoff.state.name}")
-        if not 0 <= rank < len(handoff.ranks) or handoff.ranks[rank].released:
-            raise TransferRefused(f"handoff {handoff_id.hex()} has nothing for rank {rank}")
-        part = handoff.ranks[rank]
-        if not part.claimed:
-            part.claimed, part.in_order = True, _in_order(part.frames)
+        if not 0 <= shard < len(handoff.shards) or handoff.shards[shard].released:
+            raise TransferRefused(f"handoff {handoff_id.hex()} has nothing for shard {shard}")
+        progress = handoff.shards[shard]
+        if not progress.claimed:
+            progress.claimed, progress.in_order = True, _in_order(progress.frames)
             handoff.deadline = now + self._limits.claim_timeout_s
         if handoff.state is _S.COMMITTED:
             self._table.advance(handoff, _S.CLAIMED)
-        return self._grant(handoff, rank, part.in_order), self._table.take_effects()
+        return self._grant(handoff, shard, progress.in_order), self._table.take_effects()
 
     def release(
         self,
         handoff_id: bytes,
-        rank: int,
+        shard: int,
         now: float,
         *,
-        all_ranks: bool = False,
+        all_shards: bool = False,
         not_loaded: pb.RefusalReason.ValueType = pb.REFUSAL_REASON_UNSPECIFIED,
     ) -> list[Effect]:
-        """Releases the part of one rank, or of all: it is loaded, or not needed. Idempotent.
+        """Releases one shard, or all: they are loaded, or not needed. Idempotent.
 
         Args:
             handoff_id: 16 bytes.
-            rank: Rank of the part; not used with all_ranks.
+            shard: Index of the shard; not used with all_shards.
             now: Current time.monotonic(), in seconds.
-            all_ranks: Whether to release the parts of all ranks.
+            all_shards: Whether to release all shards.
             not_loaded: Why the handoff was not loaded although it should have been; fails it.
         """
         handoff = self._table.live.get(handoff_id)
@@ -178,14 +177,14 @@ class Receiver:
             )
             return self._table.take_effects()
         if handoff is None:
-            if all_ranks and self._table.end_reason(handoff_id) is None:
+            if all_shards and self._table.end_reason(handoff_id) is None:
                 self._table.remember_ended(
                     Changed(handoff_id, 0, _S.RELEASED, detail="released before its open")
                 )
             return self._table.take_effects()
-        if 0 <= rank < len(handoff.ranks):
-            handoff.ranks[rank].released = True
-        if all_ranks or all(part.released for part in handoff.ranks):
+        if 0 <= shard < len(handoff.shards):
+            handoff.shards[shard].released = True
+        if all_shards or all(each.released for each in handoff.shards):
             self._table.end(handoff, _S.RELEASED, pb.REFUSAL_REASON_CANCELLED, "released", now)
         return self._table.take_effects()
 
@@ -249,9 +248,9 @@ class Receiver:
         """Raises AssertionError unless exactly the live handoffs hold staging and streams."""
         self._table.check_integrity()
 
-    def _grant(self, handoff: Handoff, rank: int, frames: Sequence[ReceivedFrame]) -> Grant:
+    def _grant(self, handoff: Handoff, shard: int, frames: Sequence[ReceivedFrame]) -> Grant:
         assert handoff.extent is not None
-        begin = rank * handoff.layout.shard_bytes(handoff.num_blocks)
+        begin = shard * handoff.layout.shard_bytes(handoff.num_blocks)
         return Grant(
             handoff.handoff_id,
             handoff.extent.offset + begin,
@@ -313,8 +312,8 @@ class Receiver:
             self._table.fail(handoff, pb.REFUSAL_REASON_MALFORMED, problem, now)
             return
         assert handoff.extent is not None
-        part = handoff.ranks[frame.rank]
-        offset = layout.offset(frame.rank, frame.layer, frame.first_block, handoff.num_blocks)
+        progress = handoff.shards[frame.shard]
+        offset = layout.offset(frame.shard, frame.layer, frame.first_block, handoff.num_blocks)
         num_bytes = frame.num_blocks * layout.group_of(frame.layer).block_bytes
         if offset + num_bytes > handoff.extent.size_bytes:
             # Bytes behind the extent belong to other handoffs, or to nothing that is mapped.
@@ -327,19 +326,21 @@ class Receiver:
             return
         start = handoff.extent.offset + offset
         first = layout.index(frame.layer, frame.first_block, handoff.num_blocks)
-        part.seen[first : first + frame.num_blocks] = b"\x01" * frame.num_blocks
+        progress.seen[first : first + frame.num_blocks] = b"\x01" * frame.num_blocks
         handoff.deadline = now + self._limits.idle_timeout_s
         received = ReceivedFrame(frame.layer, frame.first_block, frame.num_blocks, frame.checksum)
         if frame.kind is FrameKind.REFERENCE:
             assert handoff.stream is not None
             serial = self._table.pulls.begin(
-                OutstandingPull(handoff.handoff_id, frame.rank, received, num_bytes, handoff.extent)
+                OutstandingPull(
+                    handoff.handoff_id, frame.shard, received, num_bytes, handoff.extent
+                )
             )
-            part.num_pulls += 1
+            progress.num_pulls += 1
             self._table.add_effect(Pull(serial, handoff.stream, frame.source(), start, num_bytes))
             return
         digest = copy(self._memory[start : start + num_bytes], frame.payload)
-        self._arrived(handoff, frame.rank, received, num_bytes, digest, now)
+        self._arrived(handoff, frame.shard, received, num_bytes, digest, now)
 
     def _pulled(
         self, handoff: Handoff, pull: OutstandingPull, digest: int | None, now: float
@@ -352,13 +353,13 @@ class Receiver:
             )
             self._table.interrupt(handoff, pb.REFUSAL_REASON_TRANSPORT, detail, now)
             return
-        if self._arrived(handoff, pull.rank, pull.frame, pull.num_bytes, digest, now):
-            self._complete(handoff, pull.rank, now)
+        if self._arrived(handoff, pull.shard, pull.frame, pull.num_bytes, digest, now):
+            self._complete(handoff, pull.shard, now)
 
     def _arrived(
         self,
         handoff: Handoff,
-        rank: int,
+        shard: int,
         frame: ReceivedFrame,
         num_bytes: int,
         digest: int,
@@ -368,7 +369,7 @@ class Receiver:
 
         Args:
             handoff: The handoff; the bytes belong to its current epoch.
-            rank: Rank of the blocks.
+            shard: Shard of the blocks.
             frame: Place of the blocks, and the checksum that their sender computed.
             num_bytes: Their size.
             digest: Checksum of the bytes in staging.
@@ -378,13 +379,13 @@ class Receiver:
             detail = f"layer {frame.layer}, block {frame.first_block}: the bytes were altered"
             self._table.interrupt(handoff, pb.REFUSAL_REASON_CHECKSUM, detail, now)
             return False
-        part = handoff.ranks[rank]
-        part.num_seen += frame.num_blocks
-        part.frames.append(frame)
+        progress = handoff.shards[shard]
+        progress.num_seen += frame.num_blocks
+        progress.frames.append(frame)
         place = position_digest(
-            rank, frame.layer, frame.first_block, frame.num_blocks, frame.checksum
+            shard, frame.layer, frame.first_block, frame.num_blocks, frame.checksum
         )
-        part.totals = part.totals.plus(num_bytes, place)
+        progress.totals = progress.totals.plus(num_bytes, place)
         self._table.statistics.num_bytes[handoff.choice.transport] += num_bytes
         self._table.statistics.num_frames[handoff.choice.transport] += 1
         return True
@@ -405,25 +406,25 @@ class Receiver:
             else:
                 self._table.interrupt(handoff, error.reason, str(error), now)
             return
-        handoff.ranks[frame.rank].promised = totals
+        handoff.shards[frame.shard].promised = totals
         handoff.deadline = now + self._limits.idle_timeout_s
-        self._complete(handoff, frame.rank, now)
+        self._complete(handoff, frame.shard, now)
 
-    def _complete(self, handoff: Handoff, rank: int, now: float) -> None:
-        """Commits a rank's part if its commit has come and none of its pulls is outstanding."""
-        part = handoff.ranks[rank]
-        if part.promised is None or part.num_pulls:
+    def _complete(self, handoff: Handoff, shard: int, now: float) -> None:
+        """Commits a shard if its commit has come and none of its pulls is outstanding."""
+        progress = handoff.shards[shard]
+        if progress.promised is None or progress.num_pulls:
             return
         expected = handoff.layout.shard_blocks(handoff.num_blocks)
-        if (problem := missing(part, rank, expected)) is not None:
+        if (problem := missing(progress, shard, expected)) is not None:
             self._table.interrupt(handoff, pb.REFUSAL_REASON_INCOMPLETE, problem, now)
             return
-        part.committed = True
-        if all(each.committed for each in handoff.ranks):
+        progress.committed = True
+        if all(each.committed for each in handoff.shards):
             handoff.deadline = now + self._limits.commit_ttl_s
             self._table.statistics.num_committed += 1
             self._table.advance(handoff, _S.COMMITTED)
-            self._table.reply(handoff, pb.PushReply.KIND_COMMITTED)
+            self._table.reply(handoff, pb.HandoffReply.KIND_COMMITTED)
 
     def _known_layout(self) -> KvLayout:
         if self._layout is None:

@@ -6,13 +6,14 @@ from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Extent
 from baton.kvtransfer.frames import FrameKind, position_digest
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.sending import Filled, Outgoing, OutgoingBlocks, Send, SendState
+from baton.kvtransfer.service.send_state import FilledRun, Send, SendState
+from baton.kvtransfer.transports.outgoing import OutgoingBlocks, OutgoingFrame
 from baton.v1 import kv_transfer_pb2 as pb
 
 
-def open_frame(send: Send, layout: KvLayout, now: float) -> Outgoing:
+def open_frame(send: Send, layout: KvLayout, now: float) -> OutgoingFrame:
     """Returns the frame that opens the current epoch of a send."""
-    message = pb.PushOpen(
+    message = pb.HandoffOpen(
         handoff_id=send.handoff_id,
         epoch=send.epoch,
         fingerprint=layout.fingerprint(),
@@ -21,32 +22,32 @@ def open_frame(send: Send, layout: KvLayout, now: float) -> Outgoing:
         wait_ms=max(0, round((send.wait_until - now) * 1000)),
         offers=send.offers,
     )
-    return Outgoing(frames.encode_open(message), memoryview(b""))
+    return OutgoingFrame(frames.encode_open(message), memoryview(b""))
 
 
-def commit_frame(send: Send, rank: int) -> Outgoing:
-    """Returns the frame that commits one rank's part with its totals."""
-    totals = send.totals[rank].encode()
-    commit = frames.encode(FrameKind.COMMIT, send.handoff_id, send.epoch, totals, rank=rank)
-    return Outgoing(commit, memoryview(b""))
+def commit_frame(send: Send, shard: int) -> OutgoingFrame:
+    """Returns the frame that commits one shard with its totals."""
+    totals = send.totals[shard].encode()
+    commit = frames.encode(FrameKind.COMMIT, send.handoff_id, send.epoch, totals, shard=shard)
+    return OutgoingFrame(commit, memoryview(b""))
 
 
 def outgoing_blocks(
-    send: Send, filled: Filled, extent: Extent, layout: KvLayout, memory: memoryview
+    send: Send, filled: FilledRun, extent: Extent, layout: KvLayout, memory: memoryview
 ) -> OutgoingBlocks:
     """Returns a run of filled blocks with its place in the segment, and adds it to the totals."""
     num_bytes = filled.num_blocks * layout.group_of(filled.layer).block_bytes
     start = extent.offset + layout.offset(
-        filled.rank, filled.layer, filled.first_block, send.num_blocks
+        filled.shard, filled.layer, filled.first_block, send.num_blocks
     )
     digest = position_digest(
-        filled.rank, filled.layer, filled.first_block, filled.num_blocks, filled.checksum
+        filled.shard, filled.layer, filled.first_block, filled.num_blocks, filled.checksum
     )
-    send.totals[filled.rank] = send.totals[filled.rank].plus(num_bytes, digest)
+    send.totals[filled.shard] = send.totals[filled.shard].plus(num_bytes, digest)
     return OutgoingBlocks(
         send.handoff_id,
         send.epoch,
-        filled.rank,
+        filled.shard,
         filled.layer,
         filled.first_block,
         filled.num_blocks,
@@ -60,8 +61,8 @@ def fill_problem(send: Send, filled: pb.LocalFrame, layout: KvLayout) -> str | N
     """Returns why a rank's notification is wrong; None when it names bytes of the send's extent."""
     if send.state is SendState.WAITING:
         return "filled before its staging was reserved"
-    if filled.rank >= layout.num_shards or filled.layer >= layout.num_all_layers:
-        return f"rank {filled.rank}, layer {filled.layer} were filled: no such rank or layer"
+    if filled.shard >= layout.num_shards or filled.layer >= layout.num_all_layers:
+        return f"shard {filled.shard}, layer {filled.layer} were filled: no such shard or layer"
     if filled.stage >= layout.pp_size:
         return f"stage {filled.stage} filled blocks; there are {layout.pp_size} stages"
     group = layout.group_of(filled.layer)
@@ -75,6 +76,6 @@ def fill_problem(send: Send, filled: pb.LocalFrame, layout: KvLayout) -> str | N
     num_bytes = filled.num_blocks * group.block_bytes
     if num_bytes > frames.MAX_PAYLOAD_BYTES:
         return f"a frame of {num_bytes} bytes was filled; at most {frames.MAX_PAYLOAD_BYTES}"
-    if (filled.rank, filled.stage) not in send.writers:
-        return f"rank {filled.rank} filled more after its last frame"
+    if (filled.shard, filled.stage) not in send.writers:
+        return f"shard {filled.shard} filled more after its last frame"
     return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.frames import FrameKind, Totals
-from baton.kvtransfer.sending import (
+from baton.kvtransfer.service.send_state import (
     OVER,
     TRANSITIONS,
     Effect,
@@ -19,8 +19,8 @@ from baton.kvtransfer.sending import (
     SenderStatistics,
     SenderTransports,
     SendState,
-    StartPush,
-    StopPush,
+    StartStream,
+    StopStream,
     Wake,
     ended,
 )
@@ -94,7 +94,7 @@ class SendTable:
             send = self.sends[handoff_id]
             send.extent, send.reserved_at = extent, now
             self._effects.append(Reserved(send.handoff_id, extent.offset))
-            self._effects.append(StartPush(send.handoff_id, send.target))
+            self._effects.append(StartStream(send.handoff_id, send.target))
             self._reopen(send, now)
 
     def fall_back(
@@ -132,7 +132,7 @@ class SendTable:
         *,
         farewell: bool = False,
     ) -> None:
-        """Ends a send that failed; `farewell` tells the receiver so on the push."""
+        """Ends a send that failed; `farewell` tells the receiver so on the stream."""
         self.end(send, _S.FAILED, now, detail, reason, farewell=farewell)
 
     def end(
@@ -153,7 +153,7 @@ class SendTable:
             goodbye = None
             if farewell:
                 goodbye = frames.encode(FrameKind.ABORT, send.handoff_id, send.epoch)
-            self._effects.append(StopPush(send.handoff_id, goodbye))
+            self._effects.append(StopStream(send.handoff_id, goodbye))
             if state is not _S.ABORTED:
                 self._effects.append(ended(send, state, reason, detail, now))
         if state is _S.COMMITTED:

@@ -18,11 +18,12 @@ from baton.kvtransfer.arena import Arena, ArenaStatistics, Extent
 from baton.kvtransfer.errors import TransferRefused, shortened
 from baton.kvtransfer.frames import Totals
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.sending import (
+from baton.kvtransfer.service import send_frames
+from baton.kvtransfer.service.send_frames import fill_problem
+from baton.kvtransfer.service.send_state import (
     OVER,
     Effect,
-    Filled,
-    Outgoing,
+    FilledRun,
     Send,
     SenderLimits,
     SenderStatistics,
@@ -30,9 +31,8 @@ from baton.kvtransfer.sending import (
     SendState,
     Wake,
 )
-from baton.kvtransfer.service import send_frames
-from baton.kvtransfer.service.send_frames import fill_problem
 from baton.kvtransfer.service.send_table import SendTable
+from baton.kvtransfer.transports.outgoing import OutgoingFrame
 from baton.runtime.kv_transports import UNNAMED_TRANSPORT
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -159,7 +159,7 @@ class Sender:
             return self._table.take_effects()
         if send.state in OVER:
             if filled.last:
-                send.writers.discard((filled.rank, filled.stage))
+                send.writers.discard((filled.shard, filled.stage))
                 if not send.writers:
                     self._table.forget(send, now)
             return self._table.take_effects()
@@ -168,8 +168,8 @@ class Sender:
             return self._table.take_effects()
         if filled.num_blocks:
             send.filled.append(
-                Filled(
-                    filled.rank,
+                FilledRun(
+                    filled.shard,
                     filled.layer,
                     filled.first_block,
                     filled.num_blocks,
@@ -177,10 +177,10 @@ class Sender:
                 )
             )
         if filled.last:
-            send.writers.remove((filled.rank, filled.stage))
-            if all(rank != filled.rank for rank, _ in send.writers):
+            send.writers.remove((filled.shard, filled.stage))
+            if all(shard != filled.shard for shard, _ in send.writers):
                 # All stages have filled their layers of the shard.
-                send.filled.append(Filled(filled.rank))
+                send.filled.append(FilledRun(filled.shard))
         send.last_filled_at = now
         if send.state is _S.SENDING:
             send.deadline = now + self._limits.idle_timeout_s
@@ -207,7 +207,7 @@ class Sender:
         send.deadline = min(send.deadline, now + self._table.linger_s(send))
         return self._table.take_effects()
 
-    def handle_reply(self, reply: pb.PushReply, handoff_id: bytes, now: float) -> list[Effect]:
+    def handle_reply(self, reply: pb.HandoffReply, handoff_id: bytes, now: float) -> list[Effect]:
         """Applies a reply of a send's receiver.
 
         Replies to older epochs are ignored.
@@ -215,7 +215,7 @@ class Sender:
         send = self._table.sends.get(handoff_id)
         if send is None or send.state in OVER:
             return self._table.take_effects()
-        if reply.kind == pb.PushReply.KIND_REFUSED and reply.epoch in (0, send.epoch):
+        if reply.kind == pb.HandoffReply.KIND_REFUSED and reply.epoch in (0, send.epoch):
             # A reason of a later version is a number that this one has no name for.
             reason = reply.reason if reply.reason > 0 else pb.REFUSAL_REASON_UNSPECIFIED
             detail = shortened(f"{send.target}: {reply.detail}")
@@ -224,18 +224,18 @@ class Sender:
                 self._table.fall_back(send, reason, detail, now)
             else:
                 self._table.fail(send, reason, detail, now)
-        elif reply.kind == pb.PushReply.KIND_COMMITTED:
+        elif reply.kind == pb.HandoffReply.KIND_COMMITTED:
             if reply.epoch == send.epoch and send.state is _S.COMMITTING:
                 self._table.end(send, _S.COMMITTED, now, "")
-        elif reply.kind == pb.PushReply.KIND_OPENED:
+        elif reply.kind == pb.HandoffReply.KIND_OPENED:
             # A receiver that replies before the open has left is broken; its reply is ignored.
             is_asked = send.state is _S.OPENING and not send.open_due
             if is_asked and reply.epoch == send.epoch:
                 self._opened(send, reply.transport, now)
         return self._table.take_effects()
 
-    def handle_push_lost(self, handoff_id: bytes, detail: str, now: float) -> list[Effect]:
-        """Fails a send whose push has ended before the commit."""
+    def handle_stream_lost(self, handoff_id: bytes, detail: str, now: float) -> list[Effect]:
+        """Fails a send whose stream has ended before the commit."""
         send = self._table.sends.get(handoff_id)
         if send is not None and send.state not in OVER:
             reason, detail = pb.REFUSAL_REASON_UNSPECIFIED, f"{send.target}: {detail}"
@@ -244,7 +244,7 @@ class Sender:
 
     def next_batch(
         self, handoff_id: bytes, max_bytes: int, now: float
-    ) -> Sequence[Outgoing] | None:
+    ) -> Sequence[OutgoingFrame] | None:
         """Returns the next frames to send, about max_bytes of blocks; None: wait for a Wake.
 
         The caller reads the payloads before anything else can happen.
@@ -262,7 +262,7 @@ class Sender:
                 raise TransferRefused("no transport can be used")
             frame = send_frames.open_frame(send, self._known_layout(), now)
             return [frame]
-        batch, room = list[Outgoing](), max_bytes
+        batch, room = list[OutgoingFrame](), max_bytes
         while send.state is _S.SENDING and send.num_sent < len(send.filled) and room > 0:
             filled = send.filled[send.num_sent]
             send.num_sent += 1
@@ -349,10 +349,10 @@ class Sender:
         self._table.advance(send, _S.SENDING)
         self._table.add_effect(Wake(send.handoff_id))
 
-    def _frame(self, send: Send, filled: Filled, extent: Extent) -> Outgoing:
+    def _frame(self, send: Send, filled: FilledRun, extent: Extent) -> OutgoingFrame:
         if not filled.num_blocks:
             send.num_commits += 1
-            return send_frames.commit_frame(send, filled.rank)
+            return send_frames.commit_frame(send, filled.shard)
         blocks = send_frames.outgoing_blocks(
             send, filled, extent, self._known_layout(), self._memory
         )

@@ -33,14 +33,14 @@ from baton.kvtransfer import local_wire
 from baton.kvtransfer.addresses import advertised, bind
 from baton.kvtransfer.arena import Arena, Segment
 from baton.kvtransfer.errors import TransferError
-from baton.kvtransfer.push import SERVICE
-from baton.kvtransfer.receiving import ReceiverLimits
-from baton.kvtransfer.sending import SenderLimits
+from baton.kvtransfer.grpc_methods import SERVICE
 from baton.kvtransfer.service import local_server
 from baton.kvtransfer.service.core import TransferCore
+from baton.kvtransfer.service.grpc_stream import GrpcStreamDialer, HandoffServicer
 from baton.kvtransfer.service.local_server import LocalConnection
-from baton.kvtransfer.service.push_stream import GrpcPushDialer, KvTransferServicer
+from baton.kvtransfer.service.receive_state import ReceiverLimits
 from baton.kvtransfer.service.receiver import Receiver
+from baton.kvtransfer.service.send_state import SenderLimits
 from baton.kvtransfer.service.sender import Sender
 from baton.kvtransfer.transports import registry
 from baton.kvtransfer.transports.negotiation import Negotiator
@@ -135,7 +135,7 @@ async def serve(arguments: ServiceArguments, stdout: TextIO) -> int:
     # Other workers use the same TLS settings as this one.
     dial = within_cluster(security, with_tls=security.serves_tls)
     server = rpc.server(max_message_bytes=rpc.MAX_FRAME_BYTES, protection=protection)
-    dialer = GrpcPushDialer(config.grpc_connections, dial)
+    dialer = GrpcStreamDialer(config.grpc_connections, dial)
     address = advertised(bind(server, config, protection), config.advertise_host)
     listener = local_wire.bind(arguments.socket_path)
     segment: Segment | None = None
@@ -157,7 +157,7 @@ async def serve(arguments: ServiceArguments, stdout: TextIO) -> int:
         core = TransferCore(sender, receiver, negotiator, dialer, stop)
         core.use_refusals(lambda: {reason: n for (_, reason), n in refusals.totals().items()})
         core.describe_as(address, segment.name, config.send_bytes, config.receive_bytes)
-        KvTransferServicer(core, core.description).add_to(server)
+        HandoffServicer(core).add_to(server)
         for transport in transports:
             transport.serve(server, core)
         with contextlib.suppress(TimeoutError):
@@ -202,12 +202,12 @@ async def _run(
         await health.set(SERVICE, serving)
         await health.set("", serving)
         await stopping
-    # Shutdown: 1. take nothing new, 2. end our pushes, 3. end the pushes of others.
+    # Shutdown: 1. take nothing new, 2. end our streams, 3. end the streams of others.
     configured.cancel()
     local.close()
     core.close_connections()
     await health.enter_graceful_shutdown()
-    await core.close_pushes()
+    await core.close_streams()
     await server.stop(0)
     await asyncio.wait([configured])
 

@@ -33,10 +33,9 @@ import xxhash
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import TransferError
-from baton.kvtransfer.receiving import Pull
 from baton.kvtransfer.transports.link_store import LinkStore
 from baton.kvtransfer.transports.process_group import RECEIVER, SENDER, Group, LinkOptions, join
-from baton.kvtransfer.transports.transport import EndedPull
+from baton.kvtransfer.transports.transport import EndedPull, Pull
 from baton.v1 import kv_transfer_pb2 as pb
 
 _T = TypeVar("_T")

@@ -1,4 +1,4 @@
-"""gRPC: the handoff's own push carries the bytes of its blocks. Works between any two hosts."""
+"""gRPC: the handoff's own stream carries the bytes of its blocks. Works between any two hosts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from baton.v1 import kv_transfer_pb2 as pb
 
 
 class GrpcTransport(Transport):
-    """Sends data frames on the push, which exists for every handoff, so nothing can refuse."""
+    """Sends data frames on the stream, which exists for every handoff, so nothing can refuse."""
 
     def offer(self, target: str) -> pb.TransportOffer:
         return pb.TransportOffer(name=self.name)

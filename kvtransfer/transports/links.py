@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 
 from baton.kvtransfer.errors import TransferError, shortened
-from baton.kvtransfer.push import SERVICE
+from baton.kvtransfer.grpc_methods import SERVICE, link_method
 from baton.kvtransfer.transports.collective import ReceivingLink, SendingLink
 from baton.kvtransfer.transports.process_group import Backend, LinkOptions
 from baton.kvtransfer.transports.transport import TransportHandler
@@ -72,11 +72,6 @@ class _Outgoing:
     def is_stuck(self) -> bool:
         """Whether the link was given up and its thread goes on."""
         return self.task is None and self.last is not None and not self.last.thread_ended
-
-
-def link_method(backend: Backend) -> str:
-    """Returns the gRPC method of the streams that join links."""
-    return f"/{SERVICE}/Link{backend.capitalize()}"
 
 
 class Links:

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, cast
 import grpc
 
 from baton.kvtransfer.errors import TransferError
-from baton.kvtransfer.receiving import Pull
-from baton.kvtransfer.sending import Outgoing, OutgoingBlocks
 from baton.kvtransfer.transports.link_store import may_have_gpu
-from baton.kvtransfer.transports.transport import ServiceContext, Transport, TransportHandler
+from baton.kvtransfer.transports.outgoing import OutgoingBlocks, OutgoingFrame
+from baton.kvtransfer.transports.transport import Pull, ServiceContext, Transport, TransportHandler
 from baton.v1 import kv_transfer_pb2 as pb
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ LINK_FRAME_TIMEOUT_S = 10.0
 
 
 class ProcessGroupTransport(Transport):
-    """Sends references on the push; the receiver reads the blocks by a process group.
+    """Sends references on the stream; the receiver reads the blocks by a process group.
 
     The transport's name is torch's name of the backend.
     """
@@ -36,7 +35,7 @@ class ProcessGroupTransport(Transport):
     def __init__(self, name: str, service: ServiceContext) -> None:
         super().__init__(name, service)
         self._links: Links | None = None
-        # The link of each accepted push.
+        # The link of each accepted stream.
         self._sources: dict[int, ReceivingLink] = {}
         self._check_backend()
 
@@ -75,7 +74,7 @@ class ProcessGroupTransport(Transport):
     async def prepare(self, target: str) -> None:
         await self._served().wait_decided(target)
 
-    def frame(self, blocks: OutgoingBlocks) -> Outgoing:
+    def frame(self, blocks: OutgoingBlocks) -> OutgoingFrame:
         return blocks.reference()
 
     def accept(self, stream: int, offer: pb.TransportOffer) -> int:

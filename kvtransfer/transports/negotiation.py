@@ -9,16 +9,32 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 
 from baton.kvtransfer.errors import MalformedFrame, TransferError, shortened
-from baton.kvtransfer.receiving import Choice, Pull
-from baton.kvtransfer.sending import Outgoing, OutgoingBlocks
-from baton.kvtransfer.transports.transport import Transport
+from baton.kvtransfer.transports.outgoing import OutgoingBlocks, OutgoingFrame
+from baton.kvtransfer.transports.transport import Pull, Transport
 from baton.runtime.kv_transports import UNNAMED_TRANSPORT
 from baton.v1 import kv_transfer_pb2 as pb
 
 # Number of targets for which operators can see the transport that was used last.
 MAX_PEERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The transport that the receiver takes for an epoch.
+
+    Attributes:
+        transport: Name of the transport.
+        reason: Why no better one was taken; empty when it is the best.
+        source_bytes: Size of the sender's memory that references of the epoch may name; 0 when the
+            transport has no references.
+    """
+
+    transport: str
+    reason: str = ""
+    source_bytes: int = 0
 
 
 class Negotiator:
@@ -35,7 +51,7 @@ class Negotiator:
         self._withheld: OrderedDict[str, dict[str, str]] = OrderedDict()
         # By target: the transport of the latest handoff.
         self._peers: OrderedDict[str, pb.PeerTransport] = OrderedDict()
-        # By number of the incoming push: the transport that was accepted for it.
+        # By number of the incoming stream: the transport that was accepted for it.
         self._accepted: dict[int, Transport] = {}
 
     # ---- Sending.
@@ -70,7 +86,7 @@ class Negotiator:
             self._withheld.popitem(last=False)
         return offers
 
-    def opened(self, target: str, reply: pb.PushReply, offered: Container[str]) -> None:
+    def opened(self, target: str, reply: pb.HandoffReply, offered: Container[str]) -> None:
         """Records a target's choice. The sender refuses a choice that was not offered."""
         if reply.transport not in self._transports:
             return
@@ -97,7 +113,7 @@ class Negotiator:
         """Returns the transport of the latest handoff to each target."""
         return list(self._peers.values())
 
-    def frame(self, transport: str, blocks: OutgoingBlocks) -> Outgoing:
+    def frame(self, transport: str, blocks: OutgoingBlocks) -> OutgoingFrame:
         """Returns the frame by which a transport carries a run of blocks."""
         return self._transports[transport].frame(blocks)
 
@@ -111,7 +127,7 @@ class Negotiator:
 
     # ---- Receiving.
 
-    def choose(self, stream: int, opened: pb.PushOpen) -> Choice:
+    def choose(self, stream: int, opened: pb.HandoffOpen) -> Choice:
         """Takes the first of an open's offers that this service can use too.
 
         Raises:
@@ -132,11 +148,11 @@ class Negotiator:
         )
 
     def pull(self, pull: Pull) -> None:
-        """Begins a pull by the transport that was accepted for its push."""
+        """Begins a pull by the transport that was accepted for its stream."""
         self._accepted[pull.stream].pull(pull)
 
     def end(self, stream: int) -> None:
-        """Releases the resources that a transport holds for an incoming push. Idempotent."""
+        """Releases the resources that a transport holds for an incoming stream. Idempotent."""
         if (transport := self._accepted.pop(stream, None)) is not None:
             transport.end(stream)
 

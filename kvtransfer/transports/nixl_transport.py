@@ -28,9 +28,8 @@ import grpc
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import TransferError
-from baton.kvtransfer.receiving import Pull
 from baton.kvtransfer.transports.pull import Puller, PullTransport
-from baton.kvtransfer.transports.transport import EndedPull, ServiceContext, TransportHandler
+from baton.kvtransfer.transports.transport import EndedPull, Pull, ServiceContext, TransportHandler
 from baton.runtime import quick_exit
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -219,10 +218,10 @@ def _patient_agent(api: Any, name: str) -> Any:
 
 @dataclass(slots=True)
 class _Peer:
-    """The pushes and pulls of this service that read from another one.
+    """The streams and pulls of this service that read from another one.
 
     Attributes:
-        num_users: Number of its pushes, and of pulls that have not ended.
+        num_users: Number of its streams, and of pulls that have not ended.
         num_pulls: Number of those pulls.
         last_end: When the latest pull ended, or the first of the pulls under way began.
         refused_until: Time until which no handoff is accepted, because a read failed.
@@ -235,7 +234,7 @@ class _Peer:
 
 
 class NixlTransport(PullTransport[NixlSource]):
-    """Sends references on the push; the receiver reads the blocks with NIXL."""
+    """Sends references on the stream; the receiver reads the blocks with NIXL."""
 
     def __init__(self, name: str, service: ServiceContext) -> None:
         super().__init__(name, service)

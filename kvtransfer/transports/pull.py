@@ -21,10 +21,10 @@ from typing import Generic, TypeVar
 import grpc
 
 from baton.kvtransfer.errors import TransferError
-from baton.kvtransfer.receiving import Pull
-from baton.kvtransfer.sending import Outgoing, OutgoingBlocks
+from baton.kvtransfer.transports.outgoing import OutgoingBlocks, OutgoingFrame
 from baton.kvtransfer.transports.transport import (
     EndedPull,
+    Pull,
     ServiceContext,
     Transport,
     TransportHandler,
@@ -209,7 +209,7 @@ class PullTransport(Transport, Generic[SourceT]):
         super().__init__(name, service)
         self._thread: PullThread[SourceT] | None = None
         self._handler: TransportHandler | None = None
-        # Source of each accepted push, and of each pull that has not ended.
+        # Source of each accepted stream, and of each pull that has not ended.
         self._sources: dict[int, SourceT] = {}
         self._pulled: dict[int, SourceT] = {}
 
@@ -223,7 +223,7 @@ class PullTransport(Transport, Generic[SourceT]):
             raise TransferError(self._thread.problem)
 
     def _released(self, source: SourceT) -> None:
-        """Called when a push or a pull no longer uses a source."""
+        """Called when a stream or a pull no longer uses a source."""
         del source
 
     def serve(self, server: grpc.aio.Server, handler: TransportHandler) -> None:
@@ -241,7 +241,7 @@ class PullTransport(Transport, Generic[SourceT]):
         if self._thread is not None:
             await self._thread.close()
 
-    def frame(self, blocks: OutgoingBlocks) -> Outgoing:
+    def frame(self, blocks: OutgoingBlocks) -> OutgoingFrame:
         return blocks.reference()
 
     def pull(self, pull: Pull) -> None:

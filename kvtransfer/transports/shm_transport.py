@@ -1,6 +1,6 @@
 """Shared memory between two services of one host: the receiver copies from the sender's segment.
 
-The push carries references: frames that say where in the sender's segment the blocks are. The
+The stream carries references: frames that say where in the sender's segment the blocks are. The
 receiver maps the segment read-only, so it cannot change the sender's memory. A mapping outlives the
 segment's file, so a sender that is killed during a copy takes no bytes away. Bytes that change
 during a copy (the send was aborted, or the prompt is computed again) are found by their checksum,
@@ -21,9 +21,8 @@ import xxhash
 from baton.kvtransfer.arena import SEGMENT_DIRECTORY, segment_path
 from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.frames import COPY_BYTES
-from baton.kvtransfer.receiving import Pull
 from baton.kvtransfer.transports.pull import Puller, PullTransport
-from baton.kvtransfer.transports.transport import EndedPull, ServiceContext
+from baton.kvtransfer.transports.transport import EndedPull, Pull, ServiceContext
 from baton.v1 import kv_transfer_pb2 as pb
 
 # Seconds after which a segment is unmapped that nothing refers to. Its owner may have died, and the
@@ -131,9 +130,9 @@ class ShmPuller(Puller[PeerSegment]):
 
 
 class ShmTransport(PullTransport[PeerSegment]):
-    """Sends references on the push; the receiver copies the blocks from the sender's segment.
+    """Sends references on the stream; the receiver copies the blocks from the sender's segment.
 
-    Segments stay mapped while pushes or pulls refer to them, and IDLE_TIMEOUT_S longer.
+    Segments stay mapped while streams or pulls refer to them, and IDLE_TIMEOUT_S longer.
     """
 
     def __init__(self, name: str, service: ServiceContext) -> None:

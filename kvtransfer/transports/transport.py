@@ -2,8 +2,8 @@
 
 How a handoff uses it: the sender calls `offer` for each transport that the configuration lists,
 and the open carries the offers. The receiver calls `accept` with each offer, best first, until one
-succeeds. The sender then turns each run of blocks into a frame (`frame`), and the handoff's push
-(push.py) carries the frames to the receiver.
+succeeds. The sender then turns each run of blocks into a frame (`frame`), and the handoff's stream
+(service/handoff_stream.py) carries the frames to the receiver.
 
 A transport may let its frames be references: they say where the blocks are in the sender's memory,
 and the receiver's transport reads them from there (`pull`). The sender never writes to the
@@ -22,11 +22,29 @@ from typing import Protocol
 import grpc
 
 from baton.kvtransfer.errors import TransferError
-from baton.kvtransfer.receiving import Pull
-from baton.kvtransfer.sending import Outgoing, OutgoingBlocks
+from baton.kvtransfer.transports.outgoing import OutgoingBlocks, OutgoingFrame
 from baton.runtime.dial import PLAIN, Dial
 from baton.runtime.kv_transfer_config import KvTransferConfig
 from baton.v1 import kv_transfer_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Bytes of the sender's memory to read into staging; the transport tells how that ended.
+
+    Attributes:
+        serial: Number of the pull, unique in this service.
+        stream: The stream that carried the reference; its transport reads.
+        source: Offset of the bytes in the sender's memory.
+        target: Offset of the bytes in this service's segment.
+        num_bytes: Number of bytes.
+    """
+
+    serial: int
+    stream: int
+    source: int
+    target: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +52,7 @@ class EndedPull:
     """A pull that has ended: nothing can write to its target any more.
 
     Attributes:
-        serial: Number of the pull (receiving.Pull).
+        serial: Number of the pull (Pull.serial).
         digest: XXH3-64 of the bytes in the target; None when the read failed.
     """
 
@@ -122,7 +140,7 @@ class Transport(ABC):
         """Called when a receiver took a worse transport than this one for a handoff."""
         return
 
-    def frame(self, blocks: OutgoingBlocks) -> Outgoing:
+    def frame(self, blocks: OutgoingBlocks) -> OutgoingFrame:
         """Returns the frame that carries a run of blocks: a data frame with its bytes."""
         return blocks.data_frame()
 
@@ -130,10 +148,10 @@ class Transport(ABC):
 
     @abstractmethod
     def accept(self, stream: int, offer: pb.TransportOffer) -> int:
-        """Accepts an offer for the epoch that a push carries.
+        """Accepts an offer for the epoch that a stream carries.
 
         Args:
-            stream: Number of the incoming push.
+            stream: Number of the incoming stream.
             offer: Offer with this transport's name.
 
         Returns:
@@ -147,13 +165,13 @@ class Transport(ABC):
     def pull(self, pull: Pull) -> None:
         """Begins to read what a reference names; `TransportHandler.pulls_ended` tells the end.
 
-        Called only for a push that this transport has accepted with a size, and with a range inside
-        that size. May not wait.
+        Called only for a stream that this transport has accepted with a size, and with a range
+        inside that size. May not wait.
         """
         raise AssertionError(f"{self.name} has no references")
 
     def end(self, stream: int) -> None:
-        """Releases what `accept` took for a push, once its pulls have ended. Idempotent."""
+        """Releases what `accept` took for a stream, once its pulls have ended. Idempotent."""
         del stream
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baton.kvtransfer.connector import rank_half
-from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, Part, Push
+from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, Part, Save
 from baton.kvtransfer.connector.host_copies import HostCopies
 from baton.kvtransfer.connector.rank_half import RankHalf
 from baton.kvtransfer.control import EnginePort, TransferClient
@@ -50,20 +50,20 @@ class Worker:
         self.rank.register(self.caches)
 
     def step(
-        self, pushes=(), loads=(), ended=(), compute=None, cleared=(), in_graph=(), releases=True
+        self, saves=(), loads=(), ended=(), compute=None, cleared=(), in_graph=(), releases=True
     ):
         """Makes a step as vLLM's model runner does; returns the invalid block IDs.
 
         Args:
-            pushes: Blocks to gather.
+            saves: Blocks to copy into staging.
             loads: Blocks to fill.
-            ended: Handoffs that get no more pushes.
+            ended: Handoffs that get no more saves.
             compute: Writes the cache of a layer, as the model does.
             cleared: Blocks to fill with zeros first.
             in_graph: Layers that a CUDA graph computes without calling the connector.
             releases: Whether all ranks release the loaded handoffs after the step.
         """
-        metadata = HandoffStep(list(pushes), list(loads), list(ended), list(cleared))
+        metadata = HandoffStep(list(saves), list(loads), list(ended), list(cleared))
         self.rank.begin_step(metadata)
         if loads:
             self.rank.load(metadata)
@@ -80,7 +80,7 @@ class Worker:
         self.failed = self.rank.take_report().failed
         for load in loads if releases else ():
             # The scheduler's half does this when the step has ended.
-            self.port.release(load.handoff_id, all_ranks=True)
+            self.port.release(load.handoff_id, all_shards=True)
         return invalid
 
     async def close(self):
@@ -179,14 +179,14 @@ async def test_blocks_computed_in_steps_are_loaded_in_another_order(workers):
     other_id, other_offset = await opened(sender, receiver, 2)
     for first, end in ((0, 7), (7, 8), (8, num_blocks)):
         ids = source[first:end]
-        push = Push(handoff_id, offset, num_blocks, (Part(first, ids),), end == num_blocks)
+        save = Save(handoff_id, offset, num_blocks, (Part(first, ids),), end == num_blocks)
         values = {block_id: first + at for at, block_id in enumerate(ids)}
-        pushes, free = [push], [each for each in range(BLOCKS) if each not in shuffled]
+        saves, free = [save], [each for each in range(BLOCKS) if each not in shuffled]
         if end == num_blocks:
             # The second prompt of the same step.
-            pushes.append(Push(other_id, other_offset, 2, (Part(0, free[:2]),), True))
+            saves.append(Save(other_id, other_offset, 2, (Part(0, free[:2]),), True))
             values |= {free[0]: 50, free[1]: 51}
-        sender.step(pushes, compute=writes(values))
+        sender.step(saves, compute=writes(values))
         # The next step uses the same blocks for something else.
         sender.step(compute=writes(dict.fromkeys(ids, 99)))
     await committed(receiver, handoff_id, other_id)
@@ -221,10 +221,10 @@ async def test_a_shard_of_several_ranks_is_handed_over_once(tmp_path, device, se
         assert receiver.port.subscribe()
         handoff_id, offset = await opened(sender, receiver, 3)
         assert (await sender.client.stats()).send_bytes_used == 3 * LAYERS * BLOCK_BYTES
-        push = Push(handoff_id, offset, 3, (Part(0, [9, 4, 6]),), True)
+        save = Save(handoff_id, offset, 3, (Part(0, [9, 4, 6]),), True)
         for one in reversed(sides[0]):
             # A rank that does not send must not report that everything is filled.
-            one.step([push], compute=writes({9: 0, 4: 1, 6: 2}))
+            one.step([save], compute=writes({9: 0, 4: 1, 6: 2}))
         await committed(receiver, handoff_id)
         load = Load(handoff_id, 3 * TOKENS, (Part(0, [1, 3, 2]),))
         for one in sides[1]:
@@ -232,7 +232,7 @@ async def test_a_shard_of_several_ranks_is_handed_over_once(tmp_path, device, se
             for layer, cache in enumerate(one.caches.values()):
                 for at, block_id in enumerate([1, 3, 2]):
                     assert bool((cache[block_id] == at + 100 * layer).all()), (layer, at)
-        receiver.port.release(handoff_id, all_ranks=True)
+        receiver.port.release(handoff_id, all_shards=True)
         await empty(sender)
         await empty(receiver)
     finally:
@@ -249,9 +249,9 @@ async def test_layers_of_a_full_cuda_graph_are_handed_over(workers, told):
     in_graph = {f"layer.{layer}" for layer in range(LAYERS) if layer not in told}
     handoff_id, offset = await opened(sender, receiver, 3)
     for first, ids, last in ((0, [9, 4], False), (2, [6], True)):
-        push = Push(handoff_id, offset, 3, (Part(first, ids),), last)
+        save = Save(handoff_id, offset, 3, (Part(first, ids),), last)
         values = {block_id: first + at for at, block_id in enumerate(ids)}
-        sender.step([push], compute=writes(values), in_graph=in_graph)
+        sender.step([save], compute=writes(values), in_graph=in_graph)
         # The next step uses the same blocks for something else, in the same graph.
         sender.step(compute=writes(dict.fromkeys(ids, 99)), in_graph=in_graph)
     await committed(receiver, handoff_id)
@@ -266,8 +266,8 @@ async def test_layers_of_a_full_cuda_graph_are_handed_over(workers, told):
 async def test_a_wrong_byte_is_found_in_the_step_that_loads_it(workers, monkeypatch):
     sender, receiver = workers
     handoff_id, offset = await opened(sender, receiver, 4)
-    push = Push(handoff_id, offset, 4, (Part(0, [4, 3, 2, 1]),), True)
-    sender.step([push], compute=writes({1: 1, 2: 2, 3: 3, 4: 4}))
+    save = Save(handoff_id, offset, 4, (Part(0, [4, 3, 2, 1]),), True)
+    sender.step([save], compute=writes({1: 1, 2: 2, 3: 3, 4: 4}))
     await committed(receiver, handoff_id)
     begin_claim = receiver.port.begin_claim
 
@@ -288,8 +288,8 @@ async def test_a_wrong_byte_spoils_only_the_blocks_of_its_frame(workers, monkeyp
     """Frames of two steps follow each other in staging and are copied together."""
     sender, receiver = workers
     handoff_id, offset = await opened(sender, receiver, 4)
-    sender.step([Push(handoff_id, offset, 4, (Part(0, [4, 3]),), False)])
-    sender.step([Push(handoff_id, offset, 4, (Part(2, [2, 1]),), True)])
+    sender.step([Save(handoff_id, offset, 4, (Part(0, [4, 3]),), False)])
+    sender.step([Save(handoff_id, offset, 4, (Part(2, [2, 1]),), True)])
     await committed(receiver, handoff_id)
     begin_claim = receiver.port.begin_claim
 
@@ -308,7 +308,7 @@ async def test_a_wrong_byte_spoils_only_the_blocks_of_its_frame(workers, monkeyp
 async def test_an_incomplete_handoff_that_ends_leaves_nothing(workers):
     sender, receiver = workers
     handoff_id, offset = await opened(sender, receiver, 4)
-    sender.step([Push(handoff_id, offset, 4, (Part(0, [4, 3]),), False)])
+    sender.step([Save(handoff_id, offset, 4, (Part(0, [4, 3]),), False)])
     sender.step(ended=[handoff_id])
     await empty(sender)
     await empty(receiver)
@@ -359,8 +359,8 @@ async def test_a_step_with_more_gathers_than_buffers_gives_no_handoff_up(bouncin
     sender, receiver = bouncing_workers
     handoff_id, offset = await opened(sender, receiver, 2)
     assert LAYERS > 2
-    push = Push(handoff_id, offset, 2, (Part(0, [6, 5]),), True)
-    sender.step([push], compute=writes({5: 5, 6: 6}))
+    save = Save(handoff_id, offset, 2, (Part(0, [6, 5]),), True)
+    sender.step([save], compute=writes({5: 5, 6: 6}))
     await committed(receiver, handoff_id)
     loads = [Load(handoff_id, 2 * TOKENS, (Part(0, [7, 8]),))]
     assert receiver.step(loads=loads) == set()
@@ -375,13 +375,13 @@ async def test_a_stalled_bus_fails_the_handoff_and_not_the_step(workers, monkeyp
     whole_id, whole_at = await opened(sender, receiver, 2)
     # The second layer's gather stalls, or that of all layers. The rest comes in a later step.
     stalling(sender.rank, monkeypatch, 0 if sender.rank._copies.joined_bytes else 1)
-    sender.step([Push(broken_id, broken_at, 4, (Part(0, [4, 3]),), False)])
+    sender.step([Save(broken_id, broken_at, 4, (Part(0, [4, 3]),), False)])
     memory = sender.port.memory[broken_at : broken_at + 4 * LAYERS * BLOCK_BYTES]
     before = bytes(memory)
     sender.step(
         [
-            Push(broken_id, broken_at, 4, (Part(2, [2, 1]),), True),
-            Push(whole_id, whole_at, 2, (Part(0, [6, 5]),), True),
+            Save(broken_id, broken_at, 4, (Part(2, [2, 1]),), True),
+            Save(whole_id, whole_at, 2, (Part(0, [6, 5]),), True),
         ],
         compute=writes({1: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6}),
     )
@@ -408,8 +408,8 @@ async def test_a_stalled_gather_of_several_layers_fails_only_its_handoffs(worker
     stalling(sender.rank, monkeypatch, 1)
     sender.step(
         [
-            Push(whole_id, whole_at, 3, (Part(0, [1, 2, 3]),), True),
-            Push(broken_id, broken_at, 4, (Part(0, [4, 5, 6, 7]),), True),
+            Save(whole_id, whole_at, 3, (Part(0, [1, 2, 3]),), True),
+            Save(broken_id, broken_at, 4, (Part(0, [4, 5, 6, 7]),), True),
         ],
         compute=writes({block_id: block_id for block_id in range(1, 8)}),
     )
@@ -435,13 +435,13 @@ async def test_a_rank_that_stalls_leaves_the_staging_to_the_other_rank(tmp_path,
         (stalled, other), (receiver, _) = sides
         stalling(stalled.rank, monkeypatch, 0)
         handoff_id, offset = await opened(stalled, receiver, 4)
-        first = Push(handoff_id, offset, 4, (Part(0, [4, 3]),), False)
+        first = Save(handoff_id, offset, 4, (Part(0, [4, 3]),), False)
         for one in (stalled, other):
             one.step([first])
         await until_failed(stalled)
         assert (await stalled.client.stats()).send_bytes_used == 8 * LAYERS * BLOCK_BYTES
         for one in (stalled, other):
-            one.step([Push(handoff_id, offset, 4, (Part(2, [2, 1]),), True)])
+            one.step([Save(handoff_id, offset, 4, (Part(2, [2, 1]),), True)])
         await empty(stalled)
         await empty(receiver)
     finally:
@@ -465,7 +465,7 @@ async def test_a_load_of_the_end_of_a_handoff_leaves_out_cached_blocks(workers):
     target = random.Random(6).sample(range(BLOCKS), 18)
     handoff_id, offset = await opened(sender, receiver, 20)
     sender.step(
-        [Push(handoff_id, offset, 20, (Part(0, source),), True)],
+        [Save(handoff_id, offset, 20, (Part(0, source),), True)],
         compute=writes({block: index + 1 for index, block in enumerate(source)}),
     )
     await committed(receiver, handoff_id)

@@ -15,14 +15,14 @@ import torch
 
 from baton.kvtransfer.connector.block_copies import LayerRun, Run
 from baton.kvtransfer.connector.cuda_copies import CudaCopies
-from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, Part, Push
+from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, Part, Save
 from baton.kvtransfer.connector.host_copies import HostCopies
 from baton.kvtransfer.connector.paged_cache import PagedCache
 from baton.kvtransfer.connector.rank_half import RankHalf
 from baton.kvtransfer.control import EnginePort, TransferClient
 from baton.kvtransfer.head_ranges import head_ranges
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.stages import Stage
+from baton.kvtransfer.pipeline_stages import PipelineStage
 from baton.runtime.config import KvTransferConfig
 from baton.runtime.kv_groups import KvGroup
 from baton.v1 import kv_transfer_pb2 as pb
@@ -162,7 +162,7 @@ class Worker:
         for number, port in enumerate(self.ports):
             index, rank = divmod(number, layout.tp_size)
             # Stages hold neighbouring layers of a model, in which layers of groups alternate.
-            stage = Stage(index, range(index, layout.num_all_layers, layout.pp_size))
+            stage = PipelineStage(index, range(index, layout.num_all_layers, layout.pp_size))
             half = RankHalf(client.socket_path, port, rank, layout, stage)
             caches = {
                 f"layer.{layer}": paged(
@@ -192,9 +192,9 @@ class Worker:
                 blocks = cache.unflatten(0, (BLOCKS, parts)).transpose(1, 2).flatten(2, 3)
                 assert torch.equal(blocks.cpu(), wanted), (rank, layer)
 
-    def step(self, pushes=(), loads=()):
+    def step(self, saves=(), loads=()):
         """Makes a step of all ranks; returns the invalid block IDs of each rank."""
-        step, invalid = HandoffStep(list(pushes), list(loads)), []
+        step, invalid = HandoffStep(list(saves), list(loads)), []
         for half, caches in zip(self.ranks, self.caches, strict=True):
             half.begin_step(step)
             half.load(step)
@@ -264,7 +264,7 @@ async def sent(sender, receiver, tables, num_tokens, steps=2):
         for blocks, ids in zip(held, tables, strict=True):
             first, end = (len(blocks) * at // steps for at in (number, number + 1))
             parts.append(Part(blocks[0] + first, ids[first:end]))
-        sender.step([Push(handoff_id, offset, num_blocks, tuple(parts), number == steps - 1)])
+        sender.step([Save(handoff_id, offset, num_blocks, tuple(parts), number == steps - 1)])
     async with asyncio.timeout(30):
         while True:
             for state in receiver.ports[0].poll():
@@ -327,7 +327,7 @@ async def test_every_rank_gets_its_heads(pair, case):
     assert receiver.step(loads=[load]) == [set()] * receiver.layout.num_ranks
     sender.check()
     receiver.check()
-    receiver.ports[0].release(load.handoff_id, all_ranks=True)
+    receiver.ports[0].release(load.handoff_id, all_shards=True)
     await nothing_left(sender, receiver)
 
 

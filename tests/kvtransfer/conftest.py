@@ -99,40 +99,40 @@ class Handoff:
             self.handoff_id, target, self.num_blocks, self.num_tokens, wait_s
         )
 
-    def fill(self, sender, layers=range(LAYOUT.num_layers), ranks=range(LAYOUT.tp_size)):
-        """Writes layers to staging and reports them, one call per rank."""
+    def fill(self, sender, layers=range(LAYOUT.num_layers), shards=range(LAYOUT.tp_size)):
+        """Writes layers to staging and reports them, one call per shard."""
         size = self.num_blocks * LAYOUT.block_bytes
-        for rank in ranks:
+        for shard in shards:
             filled = []
             for layer in layers:
-                start = LAYOUT.offset(rank, layer, 0, self.num_blocks)
+                start = LAYOUT.offset(shard, layer, 0, self.num_blocks)
                 data = self.data[start : start + size]
                 sender.port.memory[self.offset + start : self.offset + start + size] = data
                 last = layer == LAYOUT.num_layers - 1
                 filled.append(
                     filled_frame(
-                        self.handoff_id, rank, layer, 0, self.num_blocks, data,
+                        self.handoff_id, shard, layer, 0, self.num_blocks, data,
                         last=last,
                     )
                 )  # fmt: skip
             assert sender.port.send_frames(filled)
 
     def load(self, receiver):
-        """Claims, copies and releases every rank's part; None when a claim fails."""
-        parts = []
-        for rank in range(LAYOUT.tp_size):
-            claim = receiver.port.claim(self.handoff_id, rank, timeout_s=WAIT_S)
+        """Claims, copies and releases every shard; None when a claim fails."""
+        loaded = []
+        for shard in range(LAYOUT.tp_size):
+            claim = receiver.port.claim(self.handoff_id, shard, timeout_s=WAIT_S)
             if claim is None:
                 return None
             size = LAYOUT.shard_bytes(claim.num_blocks)
-            part = bytes(receiver.port.memory[claim.offset : claim.offset + size])
+            data = bytes(receiver.port.memory[claim.offset : claim.offset + size])
             for frame in claim.frames:
                 start = (frame.layer * claim.num_blocks + frame.first_block) * LAYOUT.block_bytes
                 end = start + frame.num_blocks * LAYOUT.block_bytes
-                assert frames.checksum(part[start:end]) == frame.checksum
-            parts.append(part)
-            receiver.port.release(self.handoff_id, rank)
-        return b"".join(parts)
+                assert frames.checksum(data[start:end]) == frame.checksum
+            loaded.append(data)
+            receiver.port.release(self.handoff_id, shard)
+        return b"".join(loaded)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.errors import MalformedFrame
 from baton.kvtransfer.frames import FrameKind, Totals
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.receiving import (
+from baton.kvtransfer.service.receive_state import (
     TRANSITIONS,
     Changed,
     ReceiverLimits,
@@ -47,7 +47,7 @@ def open_message(
     handoff_id, epoch, num_blocks, *, layout=LAYOUT, wait_ms=2000, offers=(), fingerprint=None
 ) -> bytes:
     return frames.encode_open(
-        pb.PushOpen(
+        pb.HandoffOpen(
             handoff_id=handoff_id,
             epoch=epoch,
             fingerprint=fingerprint or layout.fingerprint(),
@@ -72,29 +72,29 @@ def drafted(**changed) -> pb.KvFingerprint:
     return fingerprint
 
 
-def data_message(handoff_id, epoch, num_blocks, rank, layer, first, count) -> bytes:
-    start = LAYOUT.offset(rank, layer, first, num_blocks)
+def data_message(handoff_id, epoch, num_blocks, shard, layer, first, count) -> bytes:
+    start = LAYOUT.offset(shard, layer, first, num_blocks)
     payload = truth(handoff_id, epoch, num_blocks)[start : start + count * LAYOUT.block_bytes]
     return frames.encode(
         FrameKind.DATA, handoff_id, epoch, payload,
-        rank=rank, layer=layer, first_block=first, num_blocks=count,
+        shard=shard, layer=layer, first_block=first, num_blocks=count,
     )  # fmt: skip
 
 
 def honest_messages(handoff_id, epoch, num_blocks) -> tuple[list[bytes], list[bytes]]:
-    """Returns the data frames of a handoff, one block each, and the commits of its ranks."""
+    """Returns the data frames of a handoff, one block each, and the commits of its shards."""
     data, commits = [], []
-    for rank in range(LAYOUT.tp_size):
+    for shard in range(LAYOUT.tp_size):
         totals = Totals()
         for layer in range(LAYOUT.num_layers):
             for block in range(num_blocks):
-                message = data_message(handoff_id, epoch, num_blocks, rank, layer, block, 1)
+                message = data_message(handoff_id, epoch, num_blocks, shard, layer, block, 1)
                 (frame,) = frames.decode(message)
-                digest = frames.position_digest(rank, layer, block, 1, frame.checksum)
+                digest = frames.position_digest(shard, layer, block, 1, frame.checksum)
                 totals = totals.plus(LAYOUT.block_bytes, digest)
                 data.append(message)
         commits.append(
-            frames.encode(FrameKind.COMMIT, handoff_id, epoch, totals.encode(), rank=rank)
+            frames.encode(FrameKind.COMMIT, handoff_id, epoch, totals.encode(), shard=shard)
         )
     return data, commits
 
@@ -131,7 +131,7 @@ class Harness:
                 self.states[effect.handoff_id] = effect.state
             elif isinstance(effect, Stuck):
                 self.stuck = effect.detail
-            elif effect.kind == pb.PushReply.KIND_OPENED:
+            elif effect.kind == pb.HandoffReply.KIND_OPENED:
                 self.opened[effect.handoff_id] = effect.epoch
         return [effect for effect in effects if isinstance(effect, Reply)]
 
@@ -156,18 +156,18 @@ class Harness:
         assert self.receiver.next_deadline() is None
 
 
-def rank_truth(grant, rank, epoch=1) -> bytes:
+def shard_truth(grant, shard, epoch=1) -> bytes:
     size = LAYOUT.shard_bytes(grant.num_blocks)
     whole = truth(grant.handoff_id, epoch, grant.num_blocks)
-    return whole[rank * size : (rank + 1) * size]
+    return whole[shard * size : (shard + 1) * size]
 
 
 def kinds(replies) -> list[tuple[int, int]]:
     return [(reply.kind, reply.reason) for reply in replies]
 
 
-OPENED = [(pb.PushReply.KIND_OPENED, 0)]
+OPENED = [(pb.HandoffReply.KIND_OPENED, 0)]
 
 
 def refused(reason) -> list[tuple[int, int]]:
-    return [(pb.PushReply.KIND_REFUSED, reason)]
+    return [(pb.HandoffReply.KIND_REFUSED, reason)]

@@ -1,7 +1,7 @@
 """Prefill and decode workers on a network that loses, repeats, reorders and alters messages.
 
 The state machines are the real ones. The work of the transfer service around them (a process for
-each worker, tasks for each push) happens here in single steps, in any order that a test chooses.
+each worker, tasks for each stream) happens here in single steps, in any order that a test chooses.
 Time is a number.
 """
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from simulated_streams import Socket, Stream, truth
 from simulated_transports import simulated
 
-from baton.kvtransfer import frames, sending
+from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.errors import TransferRefused
-from baton.kvtransfer.sending import SenderLimits
+from baton.kvtransfer.service import send_state
+from baton.kvtransfer.service.send_state import SenderLimits
 from baton.kvtransfer.service.sender import Sender
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -32,7 +33,7 @@ class Send:
     """One handoff, as the sending worker's engine sees it.
 
     Attributes:
-        progress: Number of `runs` that each rank has filled.
+        progress: Number of `runs` that each shard has filled.
         ended: How the send ended, as the main process was told.
         writing: Whether the engine may write to its staging.
         wanted: Whether it must arrive in a calm world.
@@ -47,7 +48,7 @@ class Send:
     offset: int | None = None
     writing: bool = False
     aborted: bool = False
-    ended: list[sending.Ended | sending.NotReserved] = field(default_factory=list)
+    ended: list[send_state.Ended | send_state.NotReserved] = field(default_factory=list)
     ended_at: float = 0.0
 
     @property
@@ -65,13 +66,13 @@ class Send:
 class Prefill:
     """A worker that sends. World.restart replaces it by a new one.
 
-    Its main process, its scheduler and each rank have sockets of their own to its service.
+    Its main process, its scheduler and each shard have sockets of their own to its service.
     """
 
     def __init__(self, world: World, transports: list[str]) -> None:
         self.world, self.transports = world, transports
         self._main, self._told, self._scheduler = Socket(world), Socket(world), Socket(world)
-        self._ranks = [Socket(world) for _ in range(world.layout.num_shards)]
+        self._shards = [Socket(world) for _ in range(world.layout.num_shards)]
         layout = world.layout
         self.memory = memoryview(bytearray(layout.handoff_bytes(SEND_BLOCKS)))
         self.segment = f"segment-{world.number()}"
@@ -116,30 +117,30 @@ class Prefill:
         send.num_blocks = num_blocks
         self.carry_out(effects)
 
-    def fill(self, send: Send, rank: int, count: int = 1, *, last_apart: bool = False) -> None:
-        """Writes the next runs of blocks of a rank and reports them."""
+    def fill(self, send: Send, shard: int, count: int = 1, *, last_apart: bool = False) -> None:
+        """Writes the next runs of blocks of a shard and reports them."""
         for _ in range(count):
-            if not send.writing or send.progress[rank] == len(send.runs):
+            if not send.writing or send.progress[shard] == len(send.runs):
                 return
-            layer, first, blocks = send.runs[send.progress[rank]]
-            begin, data = self._run(send, rank, layer, first, blocks)
+            layer, first, blocks = send.runs[send.progress[shard]]
+            begin, data = self._run(send, shard, layer, first, blocks)
             assert send.offset is not None
             self.memory[send.offset + begin : send.offset + begin + len(data)] = data
-            send.progress[rank] += 1
-            last = send.progress[rank] == len(send.runs)
+            send.progress[shard] += 1
+            last = send.progress[shard] == len(send.runs)
             filled = pb.LocalFrame(
-                handoff_id=send.handoff_id, rank=rank, layer=layer,
+                handoff_id=send.handoff_id, shard=shard, layer=layer,
                 first_block=first, num_blocks=blocks, checksum=frames.checksum(data),
                 last=last and not last_apart,
             )  # fmt: skip
-            self._tell_filled(rank, filled)
+            self._tell_filled(shard, filled)
             if last and last_apart:
-                self._tell_last(send, rank)
+                self._tell_last(send, shard)
             self._settle_writer(send)
 
     def fill_all(self, send: Send) -> None:
-        for rank in range(len(send.progress)):
-            self.fill(send, rank, len(send.runs))
+        for shard in range(len(send.progress)):
+            self.fill(send, shard, len(send.runs))
 
     def abort(self, send: Send) -> None:
         """Aborts from the main process, after the engine has stopped writing."""
@@ -148,7 +149,7 @@ class Prefill:
             self._abort(self._main, send, by_main=True)
 
     def give_up(self, send: Send) -> None:
-        """Aborts from the engine: its scheduler, and each rank once it has stopped writing."""
+        """Aborts from the engine: its scheduler, and each shard once it has stopped writing."""
         if not send.writing or any(done == len(send.runs) for done in send.progress):
             return
         self._abort(self._scheduler, send, by_main=False)
@@ -156,9 +157,9 @@ class Prefill:
 
     def _stop_writing(self, send: Send) -> None:
         send.writing = False
-        for rank, socket in enumerate(self._ranks):
+        for shard, socket in enumerate(self._shards):
             self._abort(socket, send, by_main=False)
-            self._tell_last(send, rank)
+            self._tell_last(send, shard)
 
     def _abort(self, socket: Socket, send: Send, *, by_main: bool) -> None:
         socket.post(
@@ -167,16 +168,16 @@ class Prefill:
             )
         )
 
-    def _tell_filled(self, rank: int, filled: pb.LocalFrame) -> None:
-        self._ranks[rank].post(lambda: self.carry_out(self.sender.fill(filled, self.world.now)))
+    def _tell_filled(self, shard: int, filled: pb.LocalFrame) -> None:
+        self._shards[shard].post(lambda: self.carry_out(self.sender.fill(filled, self.world.now)))
 
-    def _tell_last(self, send: Send, rank: int) -> None:
-        last = pb.LocalFrame(handoff_id=send.handoff_id, rank=rank, last=True)
-        self._tell_filled(rank, last)
+    def _tell_last(self, send: Send, shard: int) -> None:
+        last = pb.LocalFrame(handoff_id=send.handoff_id, shard=shard, last=True)
+        self._tell_filled(shard, last)
 
     def close_sockets(self) -> None:
         """Its processes are dead."""
-        for socket in (self._main, self._told, self._scheduler, *self._ranks):
+        for socket in (self._main, self._told, self._scheduler, *self._shards):
             socket.close()
 
     def check(self) -> None:
@@ -186,15 +187,17 @@ class Prefill:
             if not send.writing:
                 continue
             assert send.offset is not None
-            for rank, done in enumerate(send.progress):
+            for shard, done in enumerate(send.progress):
                 for run in send.runs[:done]:
-                    begin, data = self._run(send, rank, *run)
+                    begin, data = self._run(send, shard, *run)
                     begin += send.offset
-                    assert self.memory[begin : begin + len(data)] == data, (send, rank, run)
+                    assert self.memory[begin : begin + len(data)] == data, (send, shard, run)
 
-    def _run(self, send: Send, rank: int, layer: int, first: int, blocks: int) -> tuple[int, bytes]:
+    def _run(
+        self, send: Send, shard: int, layer: int, first: int, blocks: int
+    ) -> tuple[int, bytes]:
         layout = self.world.layout
-        begin = layout.offset(rank, layer, first, send.num_blocks)
+        begin = layout.offset(shard, layer, first, send.num_blocks)
         whole = truth(send.handoff_id, layout.handoff_bytes(send.num_blocks))
         return begin, whole[begin : begin + blocks * layout.block_bytes]
 
@@ -221,24 +224,24 @@ class Prefill:
         stream.send(batch)
         self.sender.handle_written(handoff_id, self.world.now)
 
-    def take(self, stream: Stream, reply: pb.PushReply) -> None:
+    def take(self, stream: Stream, reply: pb.HandoffReply) -> None:
         effects = self.sender.handle_reply(reply, stream.attempt.handoff_id, self.world.now)
         self.carry_out(effects)
 
     def lose(self, stream: Stream) -> None:
-        """Tells the sender that the push has ended."""
+        """Tells the sender that the stream has ended."""
         handoff_id = stream.attempt.handoff_id
         stream.sender_over, stream.awake = True, False
         if self.streams.get(handoff_id) is stream:
-            self.carry_out(self.sender.handle_push_lost(handoff_id, "lost", self.world.now))
+            self.carry_out(self.sender.handle_stream_lost(handoff_id, "lost", self.world.now))
 
-    def carry_out(self, effects: Iterable[sending.Effect]) -> None:
+    def carry_out(self, effects: Iterable[send_state.Effect]) -> None:
         for effect in effects:
             send, stream = self.sends[effect.handoff_id], self.streams.get(effect.handoff_id)
             match effect:
-                case sending.Reserved(_, offset):
+                case send_state.Reserved(_, offset):
                     self._told.post(functools.partial(self._begin_writing, send, offset))
-                case sending.StartPush():
+                case send_state.StartStream():
                     assert stream is None
                     stream = Stream(self.world.number(), send)
                     self.streams[send.handoff_id] = stream
@@ -246,21 +249,21 @@ class Prefill:
                     if not send.target.alive:
                         stream.cut()
                         stream.receiver_over = True
-                case sending.Wake():
+                case send_state.Wake():
                     if stream is not None and not stream.is_cut:
                         stream.awake = True
-                case sending.StopPush(_, farewell):
+                case send_state.StopStream(_, farewell):
                     if stream is not None:
                         del self.streams[send.handoff_id]
                         if not stream.is_cut:
                             stream.up += [farewell, None] if farewell else [None]
                         stream.sender_over, stream.awake = True, False
-                case sending.NotReserved() | sending.Ended():
+                case send_state.NotReserved() | send_state.Ended():
                     assert not send.ended, (send, effect)
                     send.ended.append(effect)
                     send.ended_at = self.world.now
                     self._settle_writer(send)
-                    if isinstance(effect, sending.Ended) and effect.committed:
+                    if isinstance(effect, send_state.Ended) and effect.committed:
                         assert (send.handoff_id, effect.epoch) in self.world.committed
 
     @staticmethod

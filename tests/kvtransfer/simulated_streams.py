@@ -1,4 +1,4 @@
-"""The carriers of messages in the simulated network: pushes and workers' sockets."""
+"""The carriers of messages in the simulated network: streams and workers' sockets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from baton.kvtransfer.sending import Outgoing
+from baton.kvtransfer.transports.outgoing import OutgoingFrame
 from baton.v1 import kv_transfer_pb2 as pb
 
 if TYPE_CHECKING:
@@ -22,13 +22,13 @@ def truth(handoff_id: bytes, num_bytes: int) -> bytes:
     return random.Random(handoff_id.hex()).randbytes(num_bytes)
 
 
-def joined(batch: Sequence[Outgoing]) -> bytes:
+def joined(batch: Sequence[OutgoingFrame]) -> bytes:
     """Returns a batch as bytes, with the current contents of staging."""
     return b"".join(part for out in batch for part in (out.header, out.payload))
 
 
 class Stream:
-    """One push. None in a queue is the end of that direction.
+    """One stream. None in a queue is the end of that direction.
 
     Attributes:
         awake: Whether the sender may have a batch for it.
@@ -40,11 +40,11 @@ class Stream:
         self.number, self.attempt = number, send
         self.source, self.target = send.source, send.target
         self.up: deque[bytes | None] = deque()
-        self.down: deque[pb.PushReply | None] = deque()
+        self.down: deque[pb.HandoffReply | None] = deque()
         self.awake = True
         self.is_cut = self.ending = self.sender_over = self.receiver_over = False
 
-    def send(self, frames: Sequence[Outgoing]) -> None:
+    def send(self, frames: Sequence[OutgoingFrame]) -> None:
         """Puts a batch on its way; the payloads are read now."""
         if not self.is_cut:
             self.up.append(joined(frames))

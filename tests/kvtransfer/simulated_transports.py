@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from baton.kvtransfer import frames
-from baton.kvtransfer.receiving import Pull
-from baton.kvtransfer.sending import Outgoing, OutgoingBlocks
 from baton.kvtransfer.transports.negotiation import Negotiator
+from baton.kvtransfer.transports.outgoing import OutgoingBlocks, OutgoingFrame
 from baton.kvtransfer.transports.registry import transport_class
-from baton.kvtransfer.transports.transport import ServiceContext, Transport
+from baton.kvtransfer.transports.transport import Pull, ServiceContext, Transport
 from baton.v1 import kv_transfer_pb2 as pb
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ class SimulatedMemory(Transport):
     def offer(self, target: str) -> pb.TransportOffer:
         return pb.TransportOffer(name=self.name, shm_segment=self._service.segment_name)
 
-    def frame(self, blocks: OutgoingBlocks) -> Outgoing:
+    def frame(self, blocks: OutgoingBlocks) -> OutgoingFrame:
         return blocks.reference()
 
     def accept(self, stream: int, offer: pb.TransportOffer) -> int:
@@ -122,7 +121,7 @@ class SimulatedMemory(Transport):
 
 
 class NamedTransport(Transport):
-    """Carries data frames on the push, under any name; as shm, references."""
+    """Carries data frames on the stream, under any name; as shm, references."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, NO_SERVICE)
@@ -130,7 +129,7 @@ class NamedTransport(Transport):
     def offer(self, target: str) -> pb.TransportOffer:
         return pb.TransportOffer(name=self.name)
 
-    def frame(self, blocks: OutgoingBlocks) -> Outgoing:
+    def frame(self, blocks: OutgoingBlocks) -> OutgoingFrame:
         return blocks.reference() if self.name == "shm" else super().frame(blocks)
 
     def accept(self, stream: int, offer: pb.TransportOffer) -> int:

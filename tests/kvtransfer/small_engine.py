@@ -15,8 +15,8 @@ from baton.kvtransfer.control import Claim
 from baton.kvtransfer.errors import TransferRefused
 from baton.kvtransfer.frames import FrameKind, Totals
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.receiving import Changed, ReceiverLimits
 from baton.kvtransfer.service.local_replies import received_state
+from baton.kvtransfer.service.receive_state import Changed, ReceiverLimits
 from baton.kvtransfer.service.receiver import Receiver
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -252,7 +252,7 @@ def messages_of(handoff_id, tokens, skip_blocks, *, epoch=1, at_once=3, alter=No
         alter: Takes a block's bytes, and returns the bytes to send instead.
     """
     num_blocks = LAYOUT.num_blocks(len(tokens)) - skip_blocks
-    opened = pb.PushOpen(
+    opened = pb.HandoffOpen(
         handoff_id=handoff_id, epoch=epoch, fingerprint=LAYOUT.fingerprint(),
         num_blocks=num_blocks, num_tokens=len(tokens) - skip_blocks * SIZE, wait_ms=2000,
     )  # fmt: skip
@@ -267,14 +267,14 @@ def messages_of(handoff_id, tokens, skip_blocks, *, epoch=1, at_once=3, alter=No
                     sent = alter(data) if alter is not None else data
                     message = frames.encode(
                         FrameKind.DATA, handoff_id, epoch, sent,
-                        rank=shard, layer=layer, first_block=block, num_blocks=1,
+                        shard=shard, layer=layer, first_block=block, num_blocks=1,
                     )  # fmt: skip
                     checksum = frames.checksum(data)
                     digest = frames.position_digest(shard, layer, block, 1, checksum)
                     totals[shard] = totals[shard].plus(len(data), digest)
                     messages.append(message)
     return messages + [
-        frames.encode(FrameKind.COMMIT, handoff_id, epoch, total.encode(), rank=shard)
+        frames.encode(FrameKind.COMMIT, handoff_id, epoch, total.encode(), shard=shard)
         for shard, total in enumerate(totals)
     ]
 

@@ -11,7 +11,7 @@ import torch
 from baton.kvtransfer import frames
 from baton.kvtransfer.connector.block_copies import LayerRun, LayerRuns, Run
 from baton.kvtransfer.connector.host_copies import HostCopies, neighbours
-from baton.kvtransfer.connector.notifier import NOTIFY_BYTES, Filled, Notifier, NotifierThread
+from baton.kvtransfer.connector.notifier import NOTIFY_BYTES, Notifier, NotifierThread, StagedFrame
 from baton.kvtransfer.connector.paged_cache import PagedCache, page_layout
 from baton.kvtransfer.connector.rank_half import open_copies
 from baton.kvtransfer.control import EnginePort, split_blocks
@@ -244,7 +244,9 @@ class Rank:
         if write:
             port.memory[offset : offset + size] = self.handoff.data[start : start + size]
         last = layer == layout.num_layers - 1 and first_block + num_blocks == all_blocks
-        return Filled(self.handoff.handoff_id, layer, first_block, num_blocks, offset, size, last)
+        return StagedFrame(
+            self.handoff.handoff_id, layer, first_block, num_blocks, offset, size, last
+        )
 
 
 @pytest.fixture
@@ -294,11 +296,13 @@ async def test_small_frames_are_reported_together_and_large_ones_at_once(start):
     half, whole = NOTIFY_BYTES // 2, NOTIFY_BYTES
     frames_of = {1: [half], 2: [half], 3: [100, 100], 4: [whole, whole + 1], 5: [7]}
     for layer, sizes in frames_of.items():
-        notifier.filled(done, [Filled(bytes(16), layer, 0, 1, 64, size, False) for size in sizes])
+        notifier.filled(
+            done, [StagedFrame(bytes(16), layer, 0, 1, 64, size, False) for size in sizes]
+        )
     notifier.flush()
     notifier.flush()
     assert [[frame.layer for frame in each] for each in told] == [[1, 2], [3, 3, 4], [4], [5]]
-    assert {frame.rank for each in told for frame in each} == {1}
+    assert {frame.shard for each in told for frame in each} == {1}
     assert told[0][0].checksum == frames.checksum(worker.port.memory[64 : 64 + half])
 
 

@@ -20,10 +20,10 @@ import pytest
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import TransferError
-from baton.kvtransfer.receiving import Pull
 from baton.kvtransfer.transports.collective import PART_BYTES, ReceivingLink, SendingLink
 from baton.kvtransfer.transports.link_store import MAX_KEYS, LinkStore, may_have_gpu
 from baton.kvtransfer.transports.process_group import LinkOptions, unusable_reason
+from baton.kvtransfer.transports.transport import Pull
 from baton.v1 import kv_transfer_pb2 as pb
 
 # Longest wait for something that must happen; no test asserts that it happens sooner.

@@ -11,14 +11,14 @@ ID = bytes(range(16))
 
 
 def data_frame(payload: bytes = b"k" * 64, **place: int) -> bytes:
-    fields = {"rank": 1, "layer": 2, "first_block": 3, "num_blocks": 4, **place}
+    fields = {"shard": 1, "layer": 2, "first_block": 3, "num_blocks": 4, **place}
     return frames.encode(FrameKind.DATA, ID, 7, payload, **fields)
 
 
 def test_a_message_of_several_frames_decodes_in_order_without_copying():
-    message = data_frame(b"one") + frames.encode(FrameKind.COMMIT, ID, 7, b"two", rank=1)
+    message = data_frame(b"one") + frames.encode(FrameKind.COMMIT, ID, 7, b"two", shard=1)
     first, second = frames.decode(message)
-    assert (first.kind, first.rank, first.layer, first.first_block, first.num_blocks) == (
+    assert (first.kind, first.shard, first.layer, first.first_block, first.num_blocks) == (
         FrameKind.DATA,
         1,
         2,

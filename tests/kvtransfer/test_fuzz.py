@@ -13,7 +13,7 @@ import psutil
 
 from baton.kvtransfer import frames, local_wire
 from baton.kvtransfer.frames import FrameKind
-from baton.kvtransfer.push import PUSH_METHOD, SERVICE
+from baton.kvtransfer.grpc_methods import HANDOFF_METHOD, HANDOFF_NAME, SERVICE
 from baton.kvtransfer.transports import shm_transport
 from baton.runtime import kv_fingerprint, rpc
 from baton.v1 import kv_transfer_pb2 as pb
@@ -22,8 +22,8 @@ SEED = 20
 NUM_STREAMS = 90
 # Handoffs per round: more than the service remembers, so that a later round adds no memory.
 NUM_STRANGERS = 6000
-# Frames in one message: even a slow service reads the messages that are pushed at once before it
-# ends a push that has opened no handoff (core.UNUSED_PUSH_TIMEOUT_S).
+# Frames in one message: even a slow service reads the messages that are written at once before it
+# ends a stream that has opened no handoff (core.UNUSED_STREAM_TIMEOUT_S).
 NUM_JOINED = 100
 # Most bytes by which the service may grow from the second to the third round (allocator, gRPC).
 MAX_GROWTH_BYTES = 4 * 2**20
@@ -31,7 +31,7 @@ WORDS = [0, 1, 2, 3, 255, 2**16, 2**31, 2**32 - 1]
 
 
 class Fuzzer:
-    """Makes pushes that no correct sender would send.
+    """Makes streams that no correct sender would send.
 
     Args:
         rng: Source of all random choices.
@@ -42,8 +42,8 @@ class Fuzzer:
     def __init__(self, rng, layout, segments):
         self.rng, self.layout, self.segments = rng, layout, segments
 
-    def push(self):
-        """Returns the messages of one push."""
+    def stream(self):
+        """Returns the messages of one stream."""
         handoff_id = self.rng.randbytes(16)
         messages = self.honest(handoff_id)
         if self.rng.random() < 0.2:
@@ -62,9 +62,9 @@ class Fuzzer:
         by_reference = self.rng.random() < 0.5
         opened = self.open(handoff_id, by_reference)
         messages = [frames.encode_open(opened)]
-        for rank in range(self.layout.tp_size):
+        for shard in range(self.layout.tp_size):
             for layer in range(self.layout.num_layers):
-                place = {"rank": rank, "layer": layer, "first_block": 0, "num_blocks": 2}
+                place = {"shard": shard, "layer": layer, "first_block": 0, "num_blocks": 2}
                 if by_reference:
                     offset = self.rng.choice([0, 4096, 2**20, 2**63, 2**64 - 1])
                     messages.append(
@@ -74,16 +74,16 @@ class Fuzzer:
                     data = self.rng.randbytes(2 * self.layout.block_bytes)
                     messages.append(frames.encode(FrameKind.DATA, handoff_id, 1, data, **place))
             if opened.fingerprint.draft_groups:
-                messages.append(self.draft(handoff_id, rank, opened.fingerprint.draft_groups[0]))
+                messages.append(self.draft(handoff_id, shard, opened.fingerprint.draft_groups[0]))
             totals = self.rng.randbytes(self.rng.choice([24, 24, 23, 0]))
-            messages.append(frames.encode(FrameKind.COMMIT, handoff_id, 1, totals, rank=rank))
+            messages.append(frames.encode(FrameKind.COMMIT, handoff_id, 1, totals, shard=shard))
         return messages
 
-    def draft(self, handoff_id, rank, group):
+    def draft(self, handoff_id, shard, group):
         """Returns a block of a draft, perhaps far behind the blocks of the model."""
         data = self.rng.randbytes(min(group.block_bytes, 4096))
         first = self.rng.choice([0, 1, 127, 2**20])
-        place = {"rank": rank, "layer": self.layout.num_layers, "first_block": first}
+        place = {"shard": shard, "layer": self.layout.num_layers, "first_block": first}
         return frames.encode(FrameKind.DATA, handoff_id, 1, data, num_blocks=1, **place)
 
     def fingerprint(self):
@@ -115,7 +115,7 @@ class Fuzzer:
                 "shm_segment": self.rng.choice(self.segments),
             }
             offers.insert(0, pb.TransportOffer(name="shm", **shm))
-        return pb.PushOpen(
+        return pb.HandoffOpen(
             handoff_id=handoff_id, epoch=1, fingerprint=self.fingerprint(), num_blocks=2,
             num_tokens=8, wait_ms=self.rng.choice(WORDS), offers=offers,
         )  # fmt: skip
@@ -157,7 +157,7 @@ class Fuzzer:
             rng.choice([*FrameKind, *FrameKind, 0, 6, 255]),
             rng.choice([handoff_id, handoff_id, rng.randbytes(16)]),
             rng.choice([1, 1, 1, *WORDS]),
-            rank=rng.choice([0, 1, 2, 65535]),
+            shard=rng.choice([0, 1, 2, 65535]),
             layer=rng.choice(WORDS),
             first_block=rng.choice(WORDS),
             num_blocks=rng.choice(WORDS),
@@ -167,7 +167,7 @@ class Fuzzer:
         return header + payload
 
     def garbled_open(self):
-        """Returns a PushOpen with impossible values and some changed bytes."""
+        """Returns a HandoffOpen with impossible values and some changed bytes."""
         opened = self.open(self.rng.randbytes(self.rng.choice([0, 16, 17])), True)
         opened.num_blocks = self.rng.choice(WORDS)
         opened.num_tokens = self.rng.choice(WORDS)
@@ -207,7 +207,7 @@ class Fuzzer:
             case "frames":
                 filled = [
                     pb.LocalFrame(
-                        handoff_id=handoff_id, rank=rng.choice(WORDS),
+                        handoff_id=handoff_id, shard=rng.choice(WORDS),
                         layer=rng.choice(WORDS), first_block=rng.choice(WORDS),
                         num_blocks=rng.choice(WORDS), last=rng.random() < 0.3,
                     )
@@ -217,10 +217,10 @@ class Fuzzer:
             case "abort":
                 request.abort_send.handoff_id = handoff_id
             case "claim":
-                request.claim.handoff_id, request.claim.rank = handoff_id, rng.choice(WORDS)
+                request.claim.handoff_id, request.claim.shard = handoff_id, rng.choice(WORDS)
             case "release":
-                request.release.handoff_id, request.release.rank = handoff_id, rng.choice(WORDS)
-                request.release.all_ranks = rng.random() < 0.5
+                request.release.handoff_id, request.release.shard = handoff_id, rng.choice(WORDS)
+                request.release.all_shards = rng.random() < 0.5
             case "erase":
                 request.erase.SetInParent()
             case "drop":
@@ -228,15 +228,15 @@ class Fuzzer:
         return local_wire.encode(request)
 
 
-async def push_all(address, fuzzer):
-    """Pushes random messages, a few streams at a time, and many wrong opens in one message."""
-    pushes = [fuzzer.push() for _ in range(NUM_STREAMS)]
+async def write_streams(address, fuzzer):
+    """Writes random messages, a few streams at a time, and many wrong opens in one message."""
+    streams = [fuzzer.stream() for _ in range(NUM_STREAMS)]
     for _ in range(NUM_STRANGERS // NUM_JOINED):
-        pushes.append([b"".join(fuzzer.stranger() for _ in range(NUM_JOINED))])
+        streams.append([b"".join(fuzzer.stranger() for _ in range(NUM_JOINED))])
     channel = rpc.channel(address, max_message_bytes=rpc.MAX_FRAME_BYTES)
-    method = channel.stream_stream(PUSH_METHOD, response_deserializer=pb.PushReply.FromString)
+    method = channel.stream_stream(HANDOFF_METHOD, response_deserializer=pb.HandoffReply.FromString)
 
-    async def push(messages):
+    async def write(messages):
         call = method()
         with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
             for message in messages:
@@ -247,8 +247,8 @@ async def push_all(address, fuzzer):
                 pass
 
     try:
-        for begin in range(0, len(pushes), 8):
-            await asyncio.gather(*(push(each) for each in pushes[begin : begin + 8]))
+        for begin in range(0, len(streams), 8):
+            await asyncio.gather(*(write(each) for each in streams[begin : begin + 8]))
     finally:
         await channel.close()
 
@@ -256,7 +256,7 @@ async def push_all(address, fuzzer):
 async def call_all(address, fuzzer):
     """Calls existing and unknown methods with garbage as the request."""
     channel = rpc.channel(address)
-    methods = [f"/{SERVICE}/{name}" for name in ("Describe", "Push", "LinkGloo", "Nothing")]
+    methods = [f"/{SERVICE}/{name}" for name in (HANDOFF_NAME, "LinkGloo", "Nothing")]
     methods += ["/grpc.health.v1.Health/Check", "/x/y"]
     try:
         for method in methods * 3:
@@ -342,7 +342,7 @@ async def test_malformed_bytes_are_counted_and_leave_nothing(start, handoff, lay
     client, process = receiver.client, psutil.Process(receiver.client.pid)
     num_refused, sizes, num_fds = 0, [], []
     for _ in range(3):
-        await push_all(client.address, fuzzer)
+        await write_streams(client.address, fuzzer)
         await call_all(client.address, fuzzer)
         await write_to_tcp(client.address, fuzzer)
         await write_to_socket(client.socket_path, fuzzer)

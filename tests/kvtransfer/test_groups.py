@@ -485,7 +485,7 @@ async def test_blocks_before_a_window_are_refused(engines):
     await sender.client.open_send(handoff_id, receiver.client.address, 10, 40, WAIT_S)
     held = layout.blocks(layout.groups[0], 10)
     assert held.start == 6
-    frame = pb.LocalFrame(handoff_id=handoff_id, rank=0, layer=0, first_block=5, num_blocks=1)
+    frame = pb.LocalFrame(handoff_id=handoff_id, shard=0, layer=0, first_block=5, num_blocks=1)
     sender.port.send_frames([frame])
     ended = await sender.sent(handoff_id)
     assert "blocks 5 to 6 were filled; the handoff has 6 to 10" in ended.detail

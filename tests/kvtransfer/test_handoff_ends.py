@@ -7,7 +7,7 @@ from driven_engine import DrivenEngine, as_scheduled, engine_with
 from small_engine import LAYOUT, SHARDS, SIZE, TOKEN_BYTES
 
 from baton.kvtransfer.connector import scheduler_half
-from baton.kvtransfer.receiving import ReceiveState
+from baton.kvtransfer.service.receive_state import ReceiveState
 from baton.v1 import kv_transfer_pb2 as pb
 
 

@@ -18,8 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import MalformedFrame
 from baton.kvtransfer.frames import FrameKind
-from baton.kvtransfer.receiving import ReceiveState
-from baton.kvtransfer.sending import Ended
+from baton.kvtransfer.service.receive_state import ReceiveState
+from baton.kvtransfer.service.send_state import Ended
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -122,8 +122,8 @@ class HandoffMachine(RuleBasedStateMachine):
     @rule(data=st.data(), counts=st.tuples(*[st.integers(0, 4)] * 2), apart=st.booleans())
     def fills(self, data, counts, apart):
         send = data.draw(st.sampled_from(self.under_way()))
-        for rank in range(len(send.progress)):
-            send.source.fill(send, rank, counts[rank], last_apart=apart)
+        for shard in range(len(send.progress)):
+            send.source.fill(send, shard, counts[shard], last_apart=apart)
 
     @precondition(lambda self: self.under_way())
     @rule(data=st.data(), picks=PICKS)
@@ -147,22 +147,22 @@ class HandoffMachine(RuleBasedStateMachine):
         elif by == "receiver":
             send.target.drop(send.handoff_id)
         elif by == "engine":
-            send.target.release(send.handoff_id, 0, all_ranks=True)
+            send.target.release(send.handoff_id, 0, all_shards=True)
 
     @precondition(lambda self: self.received())
-    @rule(data=st.data(), ranks=st.sampled_from([[0], [1], [0, 1, 2]]))
-    def claims(self, data, ranks):
+    @rule(data=st.data(), shards=st.sampled_from([[0], [1], [0, 1, 2]]))
+    def claims(self, data, shards):
         """Claims a handoff in any state; a claim before the commit is refused."""
         decode, handoff_id = data.draw(st.sampled_from(self.received()))
-        for rank in ranks:
-            decode.claim(handoff_id, rank)
+        for shard in shards:
+            decode.claim(handoff_id, shard)
 
     @precondition(lambda self: self.grants())
     @rule(data=st.data())
     def copies(self, data):
         """Loads a claimed part, perhaps long after the claim."""
-        decode, grant, rank = data.draw(st.sampled_from(self.grants()))
-        decode.load(grant, rank)
+        decode, grant, shard = data.draw(st.sampled_from(self.grants()))
+        decode.load(grant, shard)
 
     # ---- The network and time.
 

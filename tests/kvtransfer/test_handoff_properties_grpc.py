@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.control import TransferRefused
-from baton.kvtransfer.push import PUSH_METHOD, SERVICE
+from baton.kvtransfer.grpc_methods import HANDOFF_METHOD, HANDOFF_NAME, SERVICE
 from baton.runtime import rpc
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -66,7 +66,7 @@ AS_IT_IS = Plan(6, {}, {}, "all is filled")
 
 
 class Relay:
-    """Stands between every sender and one receiver, and forwards pushes frame by frame.
+    """Stands between every sender and one receiver, and forwards streams frame by frame.
 
     Attributes:
         target: The receiver's address; may change.
@@ -80,7 +80,7 @@ class Relay:
         self._server = rpc.server(max_message_bytes=rpc.MAX_FRAME_BYTES)
         handler = grpc.stream_stream_rpc_method_handler(self._forward)
         self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(SERVICE, {"Push": handler}),)
+            (grpc.method_handlers_generic_handler(SERVICE, {HANDOFF_NAME: handler}),)
         )
         self.address = rpc.bind(self._server, "127.0.0.1:0", "relay")
 
@@ -107,7 +107,7 @@ class Relay:
             self._channels[self.target] = rpc.channel(
                 self.target, max_message_bytes=rpc.MAX_FRAME_BYTES
             )
-        call = self._channels[self.target].stream_stream(PUSH_METHOD)()
+        call = self._channels[self.target].stream_stream(HANDOFF_METHOD)()
         opened, was_cut = asyncio.get_running_loop().create_future(), asyncio.Event()
         upward = asyncio.create_task(self._pass_up(messages, call, opened, was_cut))
         try:

@@ -8,7 +8,7 @@ from small_engine import NUM_BLOCKS, SIZE
 
 from baton.kvtransfer.connector import scheduler_half
 from baton.kvtransfer.connector.kept_prefixes import MOST_KEPT
-from baton.kvtransfer.receiving import ReceiveState
+from baton.kvtransfer.service.receive_state import ReceiveState
 
 
 def num_held(engine):

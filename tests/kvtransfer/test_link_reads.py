@@ -53,7 +53,7 @@ def held(monkeypatch):
 
 
 @pytest.fixture
-def open_push(layout):
+def open_stream(layout):
     """Opens a handoff whose references name this process's memory, by a link of this process."""
 
     @contextlib.asynccontextmanager
@@ -70,7 +70,7 @@ def open_push(layout):
             async with dialled(receiver, layout, one) as raw:
                 await raw.send(raw.open(offers=[offer]))
                 reply = await raw.reply()
-                assert (reply.kind, reply.transport) == (pb.PushReply.KIND_OPENED, "gloo")
+                assert (reply.kind, reply.transport) == (pb.HandoffReply.KIND_OPENED, "gloo")
                 yield raw
         finally:
             await links.close()
@@ -92,11 +92,11 @@ def receive(start, layout):
 
 
 async def test_the_extent_of_a_late_read_is_not_used_before_the_read_ends(
-    held, start, receive, open_push, handoff, layout
+    held, start, receive, open_stream, handoff, layout
 ):
     sender, receiver = await asyncio.gather(start(transports=["grpc"]), receive())
     one = handoff(8)
-    async with open_push(receiver, one) as raw:
+    async with open_stream(receiver, one) as raw:
         await raw.send(*raw.references(), *raw.commits())
         await held.some()
         await raw.send(frames.encode(FrameKind.ABORT, one.handoff_id, one.epoch))
@@ -116,11 +116,11 @@ async def test_the_extent_of_a_late_read_is_not_used_before_the_read_ends(
 
 
 async def test_a_handoff_whose_reads_are_never_answered_may_be_sent_again(
-    held, receive, open_push, handoff
+    held, receive, open_stream, handoff
 ):
     # An operation of the group may take half of this.
     receiver, one = await receive(idle_timeout_s=2), handoff(8)
-    async with open_push(receiver, one) as raw:
+    async with open_stream(receiver, one) as raw:
         await raw.send(*raw.references(), *raw.commits())
         reply = await raw.reply()
         assert reply.reason == pb.REFUSAL_REASON_TRANSPORT
@@ -129,17 +129,17 @@ async def test_a_handoff_whose_reads_are_never_answered_may_be_sent_again(
         held.release()
         one.epoch = 2
         await raw.send(raw.open(offers=[pb.TransportOffer(name="grpc")]))
-        assert (await raw.reply()).kind == pb.PushReply.KIND_OPENED
+        assert (await raw.reply()).kind == pb.HandoffReply.KIND_OPENED
         await raw.send(*raw.data(), *raw.commits())
-        assert (await raw.reply()).kind == pb.PushReply.KIND_COMMITTED
+        assert (await raw.reply()).kind == pb.HandoffReply.KIND_COMMITTED
         await receiver.received(one.handoff_id, pb.HANDOFF_STATE_COMMITTED)
         assert one.load(receiver) == one.data
     await receiver.empty()
 
 
-async def test_bytes_that_are_sent_twice_never_commit(held, receive, open_push, handoff):
+async def test_bytes_that_are_sent_twice_never_commit(held, receive, open_stream, handoff):
     receiver, one = await receive(), handoff(8)
-    async with open_push(receiver, one) as raw:
+    async with open_stream(receiver, one) as raw:
         await raw.send(*raw.references(), *raw.commits())
         await held.some()
         held.release(times=2)

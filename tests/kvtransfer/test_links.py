@@ -8,9 +8,10 @@ import grpc
 import pytest
 
 from baton.kvtransfer.errors import TransferError
+from baton.kvtransfer.grpc_methods import link_method
 from baton.kvtransfer.transports import collective
 from baton.kvtransfer.transports import links as links_module
-from baton.kvtransfer.transports.links import Links, link_method
+from baton.kvtransfer.transports.links import Links
 from baton.kvtransfer.transports.process_group import SENDER
 from baton.runtime import rpc
 from baton.v1 import kv_transfer_pb2 as pb

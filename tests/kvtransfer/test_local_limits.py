@@ -11,11 +11,11 @@ from small_engine import LAYERS, LAYOUT, LIMITS, SHARDS, messages_of
 from baton.kvtransfer import frames, local_wire
 from baton.kvtransfer.arena import Arena, Segment
 from baton.kvtransfer.control import EnginePort
-from baton.kvtransfer.sending import SenderLimits
 from baton.kvtransfer.service import local_server
 from baton.kvtransfer.service.core import TransferCore
 from baton.kvtransfer.service.local_server import LocalConnection
 from baton.kvtransfer.service.receiver import Receiver
+from baton.kvtransfer.service.send_state import SenderLimits
 from baton.kvtransfer.service.sender import Sender
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -59,11 +59,11 @@ def deliver(receiver):
 async def test_a_claim_comes_in_parts(service):
     receiver, port = service
     deliver(receiver)
-    for rank in range(SHARDS):
-        claim = await asyncio.to_thread(port.claim, ID, rank)
+    for shard in range(SHARDS):
+        claim = await asyncio.to_thread(port.claim, ID, shard)
         assert [(frame.layer, frame.first_block) for frame in claim.frames] == EVERY_FRAME
         assert claim.num_blocks == NUM_BLOCKS
-        port.release(ID, rank)
+        port.release(ID, shard)
     assert await asyncio.to_thread(port.claim, ID, 0) is None
     assert port.alive
     assert receiver.num_live == 0
@@ -72,7 +72,7 @@ async def test_a_claim_comes_in_parts(service):
 def test_as_many_frames_as_may_be_listed_fit_a_message():
     most = 2**32 - 1
     frame = pb.LocalFrame(
-        handoff_id=ID, rank=most, layer=most, first_block=most, num_blocks=most,
+        handoff_id=ID, shard=most, layer=most, first_block=most, num_blocks=most,
         checksum=2**64 - 1,
     )  # fmt: skip
     one = pb.LocalReply(claimed=pb.LocalClaimed(frames=[frame])).ByteSize()

@@ -193,7 +193,7 @@ async def receiver(start, layout):
 
 
 @pytest.fixture
-def open_push(layout, tmp_path):
+def open_stream(layout, tmp_path):
     """Opens a handoff whose references name the memory of an owner, by NIXL."""
 
     @asynccontextmanager
@@ -202,18 +202,18 @@ def open_push(layout, tmp_path):
             async with dialled(receiver, layout, one) as raw:
                 await raw.send(raw.open(offers=[owner.offer]))
                 reply = await raw.reply()
-                assert (reply.kind, reply.transport) == (pb.PushReply.KIND_OPENED, "nixl")
+                assert (reply.kind, reply.transport) == (pb.HandoffReply.KIND_OPENED, "nixl")
                 yield owner, raw
 
     return opened
 
 
 async def test_a_read_of_a_stopped_owner_keeps_its_extent_until_it_ends(
-    tcp, receiver, open_push, handoff, start, layout
+    tcp, receiver, open_stream, handoff, start, layout
 ):
     one, size = handoff(8), layout.handoff_bytes(8)
     sender = await start(transports=["grpc"])
-    async with open_push(receiver, one) as (owner, raw):
+    async with open_stream(receiver, one) as (owner, raw):
         owner.signal(signal.SIGSTOP)
         abort = frames.encode(FrameKind.ABORT, one.handoff_id, one.epoch)
         await raw.send(*raw.references(), *raw.commits(), abort)
@@ -228,8 +228,8 @@ async def test_a_read_of_a_stopped_owner_keeps_its_extent_until_it_ends(
     await hand_over_together(sender, receiver, handoff(8), handoff(8))
 
 
-async def test_a_killed_owner_ends_the_reads_of_its_memory(tcp, receiver, open_push, handoff):
-    async with open_push(receiver, handoff(8)) as (owner, raw):
+async def test_a_killed_owner_ends_the_reads_of_its_memory(tcp, receiver, open_stream, handoff):
+    async with open_stream(receiver, handoff(8)) as (owner, raw):
         owner.signal(signal.SIGSTOP)
         await raw.send(*raw.references(), *raw.commits())
         owner.signal(signal.SIGKILL)
@@ -239,10 +239,10 @@ async def test_a_killed_owner_ends_the_reads_of_its_memory(tcp, receiver, open_p
     await receiver.empty()
 
 
-async def test_memory_that_changes_before_the_read_is_refused(wire, receiver, open_push, handoff):
+async def test_memory_that_changes_before_the_read_is_refused(wire, receiver, open_stream, handoff):
     one = handoff(8)
     one.data = one.data[:-1] + b"\1"
-    async with open_push(receiver, one) as (owner, raw):
+    async with open_stream(receiver, one) as (owner, raw):
         owner.alter(len(one.data) - 1)
         await raw.send(*raw.references(), *raw.commits())
         reply = await raw.reply()
@@ -256,7 +256,7 @@ async def test_metadata_that_is_none_fails_one_handoff(receiver, layout, handoff
     offer = pb.TransportOffer(name="nixl", nixl_agent=metadata, nixl_address=1, nixl_bytes=2**40)
     async with dialled(receiver, layout, one) as raw:
         await raw.send(raw.open(offers=[offer]))
-        assert (await raw.reply()).kind == pb.PushReply.KIND_OPENED
+        assert (await raw.reply()).kind == pb.HandoffReply.KIND_OPENED
         await raw.send(*raw.references())
         assert (await raw.reply()).reason == pb.REFUSAL_REASON_TRANSPORT
     await receiver.empty()
@@ -269,7 +269,7 @@ async def test_a_service_remembers_a_bounded_number_of_unused_senders(receiver, 
         return [agent, pb.TransportOffer(name="grpc")]
 
     async def opened(name, *, then_fails=False):
-        """Returns the transport that a sender gets; the sender then ends its push."""
+        """Returns the transport that a sender gets; the sender then ends its stream."""
         one = handoff(1)
         async with dialled(receiver, layout, one) as raw:
             await raw.send(raw.open(offers=offers(name)))
@@ -288,12 +288,12 @@ async def test_a_service_remembers_a_bounded_number_of_unused_senders(receiver, 
     assert await opened(b"fails") == "nixl"
 
 
-async def test_reads_that_never_end_end_the_service(tcp, start, open_push, handoff, layout):
+async def test_reads_that_never_end_end_the_service(tcp, start, open_stream, handoff, layout):
     size = layout.handoff_bytes(8)
     receiver = await start(
         transports=["nixl"], receive_bytes=2 * size, idle_timeout_s=1, open_timeout_s=1
     )
-    async with open_push(receiver, handoff(8)) as (owner, raw):
+    async with open_stream(receiver, handoff(8)) as (owner, raw):
         owner.signal(signal.SIGSTOP)
         await raw.send(*raw.references())
         reply = await raw.reply()
@@ -307,8 +307,8 @@ async def test_reads_that_never_end_end_the_service(tcp, start, open_push, hando
     )
 
 
-async def test_a_service_ends_while_a_read_is_under_way(tcp, receiver, open_push, handoff):
-    async with open_push(receiver, handoff(8)) as (owner, raw):
+async def test_a_service_ends_while_a_read_is_under_way(tcp, receiver, open_stream, handoff):
+    async with open_stream(receiver, handoff(8)) as (owner, raw):
         owner.signal(signal.SIGSTOP)
         await raw.send(*raw.references(), *raw.commits())
         await receiver.received(raw.handoff.handoff_id, pb.HANDOFF_STATE_RECEIVING)

@@ -13,39 +13,39 @@ from receiver_harness import (
     Harness,
     kinds,
     open_message,
-    rank_truth,
     refused,
+    shard_truth,
     truth,
 )
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import TransferError, TransferRefused
 from baton.kvtransfer.frames import FrameKind, Totals
-from baton.kvtransfer.receiving import Pull, ReceiveState
+from baton.kvtransfer.service.receive_state import ReceiveState
 from baton.kvtransfer.transports.pull import Puller, PullThread
-from baton.kvtransfer.transports.transport import EndedPull
+from baton.kvtransfer.transports.transport import EndedPull, Pull
 from baton.v1 import kv_transfer_pb2 as pb
 
-COMMITTED = [(pb.PushReply.KIND_COMMITTED, 0)]
+COMMITTED = [(pb.HandoffReply.KIND_COMMITTED, 0)]
 
 
 def references(handoff_id, epoch, num_blocks):
-    """Returns a reference for each layer of each rank, and the commits of the ranks."""
+    """Returns a reference for each layer of each shard, and the commits of the shards."""
     data, commits, whole = [], [], truth(handoff_id, epoch, num_blocks)
     size = num_blocks * LAYOUT.block_bytes
-    for rank in range(LAYOUT.tp_size):
+    for shard in range(LAYOUT.tp_size):
         totals = Totals()
         for layer in range(LAYOUT.num_layers):
-            start = LAYOUT.offset(rank, layer, 0, num_blocks)
+            start = LAYOUT.offset(shard, layer, 0, num_blocks)
             value = frames.checksum(whole[start : start + size])
-            place = {"rank": rank, "layer": layer, "first_block": 0, "num_blocks": num_blocks}
+            place = {"shard": shard, "layer": layer, "first_block": 0, "num_blocks": num_blocks}
             data.append(
                 frames.encode_reference(handoff_id, epoch, start, blocks_checksum=value, **place)
             )
-            digest = frames.position_digest(rank, layer, 0, num_blocks, value)
+            digest = frames.position_digest(shard, layer, 0, num_blocks, value)
             totals = totals.plus(size, digest)
         commits.append(
-            frames.encode(FrameKind.COMMIT, handoff_id, epoch, totals.encode(), rank=rank)
+            frames.encode(FrameKind.COMMIT, handoff_id, epoch, totals.encode(), shard=shard)
         )
     return data, commits
 
@@ -107,10 +107,10 @@ def test_the_commit_waits_until_no_pull_is_outstanding(pulling):
         with pytest.raises(TransferRefused, match="RECEIVING"):
             pulling.receiver.claim(IDS[0], 0, pulling.now)
     assert pulling.land(first, IDS[0], 1, 2) == COMMITTED
-    for rank in range(2):
-        grant, _ = pulling.receiver.claim(IDS[0], rank, pulling.now)
-        assert pulling.bytes_of(grant) == rank_truth(grant, rank)
-        pulling.receiver.release(IDS[0], rank, pulling.now)
+    for shard in range(2):
+        grant, _ = pulling.receiver.claim(IDS[0], shard, pulling.now)
+        assert pulling.bytes_of(grant) == shard_truth(grant, shard)
+        pulling.receiver.release(IDS[0], shard, pulling.now)
     pulling.assert_empty()
 
 
@@ -147,7 +147,7 @@ def test_the_extent_of_an_ended_handoff_is_kept_until_its_reads_have_ended(pulli
         case "lost":
             pulling.seen(receiver.handle_stream_lost(1, now))
         case "released":
-            pulling.seen(receiver.release(IDS[0], 0, now, all_ranks=True))
+            pulling.seen(receiver.release(IDS[0], 0, now, all_shards=True))
         case "expired":
             pulling.tick(100.0)
             pulling.tick(100.0)
@@ -209,7 +209,7 @@ def test_reads_of_an_older_epoch_write_into_no_later_one(harness):
     assert harness.land(new[-1], IDS[0], 2, 2) == COMMITTED
     assert harness.land(old[-1], IDS[0], 1, 2) == []
     grant, _ = harness.receiver.claim(IDS[0], 0, harness.now)
-    assert harness.bytes_of(grant) == rank_truth(grant, 0, epoch=2)
+    assert harness.bytes_of(grant) == shard_truth(grant, 0, epoch=2)
 
 
 @pytest.mark.parametrize("fault", ["commit again", "data after the commit", "the same blocks"])
@@ -229,7 +229,7 @@ def test_references_stay_inside_the_senders_memory(harness):
     def reply_to(offset, payload=None):
         one = PullHarness()
         one.open(1, IDS[0], 1, 2)
-        place = {"rank": 0, "layer": 0, "first_block": 0, "num_blocks": 2}
+        place = {"shard": 0, "layer": 0, "first_block": 0, "num_blocks": 2}
         message = frames.encode_reference(IDS[0], 1, offset, blocks_checksum=7, **place)
         if payload is not None:
             message = frames.encode(FrameKind.REFERENCE, IDS[0], 1, payload, num_blocks=2)

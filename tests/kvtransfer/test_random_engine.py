@@ -237,7 +237,7 @@ def test_loads_are_copied_one_after_the_other():
     for _ in range(NUM_FRAMES // 2 - 2):
         engine.run_step(most_bytes=2 * BLOCK_BYTES)
         # Its claim is made when its copy can begin, because claims expire.
-        assert not engine.service.receiver._table.live[second.handoff_id].ranks[0].claimed
+        assert not engine.service.receiver._table.live[second.handoff_id].shards[0].claimed
     engine.run_step(most_bytes=2 * BLOCK_BYTES)
     assert first in engine.running
     assert engine.loading == [second.request]

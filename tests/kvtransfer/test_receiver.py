@@ -15,15 +15,15 @@ from receiver_harness import (
     honest_messages,
     kinds,
     open_message,
-    rank_truth,
     refused,
+    shard_truth,
 )
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import TransferRefused
 from baton.kvtransfer.frames import FrameKind
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.receiving import ReceiveState
+from baton.kvtransfer.service.receive_state import ReceiveState
 from baton.v1 import kv_transfer_pb2 as pb
 
 
@@ -35,11 +35,11 @@ def harness():
 def test_a_whole_handoff_is_loaded_rank_by_rank_in_any_order(harness):
     assert kinds(harness.deliver(1, open_message(IDS[0], 1, 3))) == OPENED
     replies = harness.send_all(1, IDS[0], 1, 3, order=random.Random(1))
-    assert kinds(replies) == [(pb.PushReply.KIND_COMMITTED, 0)]
-    for rank in range(2):
-        grant, _ = harness.receiver.claim(IDS[0], rank, harness.now)
-        assert harness.bytes_of(grant) == rank_truth(grant, rank)
-        harness.receiver.release(IDS[0], rank, harness.now)
+    assert kinds(replies) == [(pb.HandoffReply.KIND_COMMITTED, 0)]
+    for shard in range(2):
+        grant, _ = harness.receiver.claim(IDS[0], shard, harness.now)
+        assert harness.bytes_of(grant) == shard_truth(grant, shard)
+        harness.receiver.release(IDS[0], shard, harness.now)
     harness.assert_empty()
     late = data_message(IDS[0], 1, 3, 0, 0, 0, 1)
     assert kinds(harness.deliver(1, late)) == refused(pb.REFUSAL_REASON_UNKNOWN_HANDOFF)
@@ -75,10 +75,10 @@ def test_each_wrong_frame_has_its_reason(harness):
     assert after(good, opened=False) == refused(unknown)
     assert after(open_message(IDS[0], 2, 3)) == refused(malformed)
     for place in ((2, 0, 0, 1), (0, 2, 0, 1), (0, 0, 3, 1), (0, 0, 2, 2), (0, 0, 0, 0)):
-        rank, layer, first, count = place
+        shard, layer, first, count = place
         stray = frames.encode(
             FrameKind.DATA, IDS[0], 2, b"x" * count * 128,
-            rank=rank, layer=layer, first_block=first, num_blocks=count,
+            shard=shard, layer=layer, first_block=first, num_blocks=count,
         )  # fmt: skip
         assert after(stray) == refused(malformed), place
 
@@ -92,9 +92,9 @@ def test_frames_of_other_streams_and_older_epochs_change_nothing(harness):
     assert kinds(harness.deliver(9, open_message(IDS[0], 1, 2))) == refused(
         pb.REFUSAL_REASON_OLD_EPOCH
     )
-    assert kinds(harness.send_all(1, IDS[0], 2, 2)) == [(pb.PushReply.KIND_COMMITTED, 0)]
+    assert kinds(harness.send_all(1, IDS[0], 2, 2)) == [(pb.HandoffReply.KIND_COMMITTED, 0)]
     grant, _ = harness.receiver.claim(IDS[0], 1, harness.now)
-    assert harness.bytes_of(grant) == rank_truth(grant, 1, epoch=2)
+    assert harness.bytes_of(grant) == shard_truth(grant, 1, epoch=2)
 
 
 def test_a_newer_epoch_drops_the_older_one_and_keeps_its_staging(harness):
@@ -109,7 +109,7 @@ def test_a_newer_epoch_drops_the_older_one_and_keeps_its_staging(harness):
         harness.receiver.claim(IDS[0], 0, harness.now)
     harness.send_all(1, IDS[0], 2, 4)
     grant, _ = harness.receiver.claim(IDS[0], 0, harness.now)
-    assert harness.bytes_of(grant) == rank_truth(grant, 0, epoch=2)
+    assert harness.bytes_of(grant) == shard_truth(grant, 0, epoch=2)
 
 
 def test_staging_is_given_in_order_and_a_large_handoff_is_not_overtaken(harness):
@@ -119,8 +119,8 @@ def test_staging_is_given_in_order_and_a_large_handoff_is_not_overtaken(harness)
     assert harness.states[IDS[1]] is ReceiveState.QUEUED
     replies = harness.seen(harness.receiver.drop(IDS[0], harness.now))
     assert [(reply.stream, reply.kind) for reply in replies] == [
-        (1, pb.PushReply.KIND_REFUSED),
-        (2, pb.PushReply.KIND_OPENED),
+        (1, pb.HandoffReply.KIND_REFUSED),
+        (2, pb.HandoffReply.KIND_OPENED),
     ]
     replies = harness.tick(2.0)
     assert [(reply.stream, reply.reason) for reply in replies] == [(3, pb.REFUSAL_REASON_NO_ROOM)]
@@ -133,11 +133,11 @@ def test_only_handoffs_with_staging_take_memory_for_their_blocks(harness):
     # One byte for each block of both layers.
     held = [bytes(8), b"", b""]
     live = harness.receiver._table.live
-    assert [live[one].ranks[1].seen for one in IDS[:3]] == held
+    assert [live[one].shards[1].seen for one in IDS[:3]] == held
     # The next epochs of two handoffs are smaller, so that both have staging.
     harness.deliver(9, open_message(IDS[0], 2, 3))
     harness.deliver(1, open_message(IDS[1], 2, 1))
-    assert [len(live[one].ranks[1].seen) for one in IDS[:3]] == [6, 2, 0]
+    assert [len(live[one].shards[1].seen) for one in IDS[:3]] == [6, 2, 0]
 
 
 def test_a_handoff_that_cannot_fit_or_match_is_refused_with_the_values(harness):
@@ -155,9 +155,9 @@ def test_frames_are_checked_by_the_senders_number_of_shards(harness):
     """The receiver has two shards of one head; this sender has one shard of both."""
     sender, data = LAYOUT.split_into(1), random.Random(3).randbytes(2 * LAYOUT.block_bytes)
 
-    def frame(rank, num_bytes):
+    def frame(shard, num_bytes):
         return frames.encode(
-            FrameKind.DATA, IDS[0], 1, data[:num_bytes], rank=rank, layer=1, first_block=2,
+            FrameKind.DATA, IDS[0], 1, data[:num_bytes], shard=shard, layer=1, first_block=2,
             num_blocks=1,
         )  # fmt: skip
 
@@ -169,7 +169,7 @@ def test_frames_are_checked_by_the_senders_number_of_shards(harness):
     assert kinds(harness.deliver(1, frame(1, len(data)))) == refused(pb.REFUSAL_REASON_MALFORMED)
     # The next sender has the receiver's layout, so its blocks have half the size.
     assert kinds(harness.deliver(2, open_message(IDS[1], 1, 3))) == OPENED
-    stray = frames.encode(FrameKind.DATA, IDS[1], 1, data, rank=0, layer=1, num_blocks=1)
+    stray = frames.encode(FrameKind.DATA, IDS[1], 1, data, shard=0, layer=1, num_blocks=1)
     assert kinds(harness.deliver(2, stray)) == refused(pb.REFUSAL_REASON_MALFORMED)
 
 
@@ -178,7 +178,7 @@ def draft_frame(layout, num_blocks):
     group = layout.groups[-1]
     last = layout.blocks(group, num_blocks)[-1]
     return frames.encode(
-        FrameKind.DATA, IDS[0], 1, b"d" * group.block_bytes, rank=1, layer=layout.num_layers,
+        FrameKind.DATA, IDS[0], 1, b"d" * group.block_bytes, shard=1, layer=layout.num_layers,
         first_block=last, num_blocks=1,
     )  # fmt: skip
 
@@ -275,8 +275,8 @@ def test_a_drop_does_not_free_claimed_staging(harness):
     harness.send_all(1, IDS[0], 1, 2)
     grant, _ = harness.receiver.claim(IDS[0], 0, harness.now)
     harness.receiver.drop(IDS[0], harness.now)
-    assert harness.bytes_of(grant) == rank_truth(grant, 0)
-    harness.receiver.release(IDS[0], 0, harness.now, all_ranks=True)
+    assert harness.bytes_of(grant) == shard_truth(grant, 0)
+    harness.receiver.release(IDS[0], 0, harness.now, all_shards=True)
     harness.assert_empty()
 
 
@@ -292,7 +292,7 @@ def test_a_release_without_a_load_fails_the_handoff(harness, stage, why):
         harness.seen(receiver.claim(handoff_id, 0, harness.now)[1])
     for not_loaded in (why, pb.REFUSAL_REASON_UNSPECIFIED):
         harness.seen(
-            receiver.release(handoff_id, 0, harness.now, all_ranks=True, not_loaded=not_loaded)
+            receiver.release(handoff_id, 0, harness.now, all_shards=True, not_loaded=not_loaded)
         )
     (ended,) = receiver.known()
     assert (ended.state, ended.reason) == (ReceiveState.FAILED, why)

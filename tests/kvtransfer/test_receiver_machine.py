@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from receiver_harness import LAYOUT, Harness, honest_messages, open_message, rank_truth
+from receiver_harness import LAYOUT, Harness, honest_messages, open_message, shard_truth
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import TransferRefused
 from baton.kvtransfer.frames import FrameKind, Totals
-from baton.kvtransfer.receiving import Grant, ReceiveState
+from baton.kvtransfer.service.receive_state import Grant, ReceiveState
 
 
 @dataclass
@@ -23,17 +23,17 @@ class Sent:
     stream: int
 
 
-def commit_for(handoff_id, epoch, rank, messages) -> bytes:
+def commit_for(handoff_id, epoch, shard, messages) -> bytes:
     """Returns a commit with the totals of these messages."""
     totals = Totals()
     for message in messages:
         (frame,) = frames.decode(message)
-        if frame.rank == rank:
+        if frame.shard == shard:
             digest = frames.position_digest(
-                rank, frame.layer, frame.first_block, frame.num_blocks, frame.checksum
+                shard, frame.layer, frame.first_block, frame.num_blocks, frame.checksum
             )
             totals = totals.plus(len(frame.payload), digest)
-    return frames.encode(FrameKind.COMMIT, handoff_id, epoch, totals.encode(), rank=rank)
+    return frames.encode(FrameKind.COMMIT, handoff_id, epoch, totals.encode(), shard=shard)
 
 
 SPOILS = [
@@ -49,7 +49,7 @@ class ReceiverMachine(RuleBasedStateMachine):
         self.harness = Harness()
         self.known: list[Sent] = []
         self.num_streams = 0
-        # Grants that are not released, as (grant, rank).
+        # Grants that are not released, as (grant, shard).
         self.grants: list[tuple[Grant, int]] = []
 
     def new_stream(self) -> int:
@@ -88,7 +88,7 @@ class ReceiverMachine(RuleBasedStateMachine):
         loads=st.sampled_from([True, True, False]),
     )
     def completes(self, data, fresh, spoil, order, loads):
-        """Sends a whole handoff, perhaps with one fault; then every rank may load it."""
+        """Sends a whole handoff, perhaps with one fault; then every shard may load it."""
         if fresh or not self.known:
             self.opens(data.draw(st.integers(1, 3)), False)
         sent = self.known[-1] if fresh else self.pick(data)
@@ -110,7 +110,7 @@ class ReceiverMachine(RuleBasedStateMachine):
             del messages[victim]
             if spoil == "instead" and messages:
                 messages.append(messages[0])
-            commits = [commit_for(handoff_id, epoch, rank, messages) for rank in range(2)]
+            commits = [commit_for(handoff_id, epoch, shard, messages) for shard in range(2)]
         elif spoil == "early":
             messages.insert(victim, commits.pop(0))
         elif spoil == "late" and epoch > 1:
@@ -119,8 +119,8 @@ class ReceiverMachine(RuleBasedStateMachine):
         for message in messages + commits:
             self.harness.deliver(stream, message)
         if loads:
-            for rank in range(2):
-                self.claim(sent, rank)
+            for shard in range(2):
+                self.claim(sent, shard)
 
     @precondition(lambda self: self.known)
     @rule(data=st.data(), count=st.integers(1, 6), order=st.randoms(use_true_random=False))
@@ -135,14 +135,14 @@ class ReceiverMachine(RuleBasedStateMachine):
     def sends_a_stray(self, data):
         """Sends a frame with a wrong place or a wrong size."""
         sent = self.pick(data)
-        rank, layer, first, count = (data.draw(st.integers(0, 5)) for _ in range(4))
+        shard, layer, first, count = (data.draw(st.integers(0, 5)) for _ in range(4))
         size = data.draw(st.sampled_from([0, 1, 127, 128, 256]))
-        in_place = rank < 2 and layer < 2 and count > 0 and first + count <= sent.num_blocks
+        in_place = shard < 2 and layer < 2 and count > 0 and first + count <= sent.num_blocks
         if in_place and size == count * LAYOUT.block_bytes:
             size += 1
         stray = frames.encode(
             FrameKind.DATA, sent.handoff_id, sent.epoch, b"x" * size,
-            rank=rank, layer=layer, first_block=first, num_blocks=count,
+            shard=shard, layer=layer, first_block=first, num_blocks=count,
         )  # fmt: skip
         self.harness.deliver(sent.stream, stray)
 
@@ -166,23 +166,23 @@ class ReceiverMachine(RuleBasedStateMachine):
         harness.seen(harness.receiver.drop(sent.handoff_id, harness.now))
 
     @precondition(lambda self: self.known)
-    @rule(data=st.data(), rank=st.integers(0, 2))
-    def claims(self, data, rank):
-        self.claim(self.pick(data), rank)
+    @rule(data=st.data(), shard=st.integers(0, 2))
+    def claims(self, data, shard):
+        self.claim(self.pick(data), shard)
 
-    def claim(self, sent, rank):
+    def claim(self, sent, shard):
         harness = self.harness
         try:
-            grant, effects = harness.receiver.claim(sent.handoff_id, rank, harness.now)
+            grant, effects = harness.receiver.claim(sent.handoff_id, shard, harness.now)
         except TransferRefused:
             return
         harness.seen(effects)
-        self.check(grant, rank)
+        self.check(grant, shard)
 
-    def check(self, grant, rank):
+    def check(self, grant, shard):
         """Checks that a grant covers its part and that the bytes are correct."""
         harness = self.harness
-        expected = rank_truth(grant, rank, harness.opened[grant.handoff_id])
+        expected = shard_truth(grant, shard, harness.opened[grant.handoff_id])
         assert harness.bytes_of(grant) == expected
         at = 0
         for frame in grant.frames:
@@ -191,14 +191,14 @@ class ReceiverMachine(RuleBasedStateMachine):
             at = start + frame.num_blocks * LAYOUT.block_bytes
             assert frames.checksum(expected[start:at]) == frame.checksum
         assert at == len(expected)
-        self.grants.append((grant, rank))
+        self.grants.append((grant, shard))
 
     @precondition(lambda self: self.known)
-    @rule(data=st.data(), rank=st.integers(0, 2), all_ranks=st.booleans())
-    def releases(self, data, rank, all_ranks):
+    @rule(data=st.data(), shard=st.integers(0, 2), all_shards=st.booleans())
+    def releases(self, data, shard, all_shards):
         harness, sent = self.harness, self.pick(data)
         harness.seen(
-            harness.receiver.release(sent.handoff_id, rank, harness.now, all_ranks=all_ranks)
+            harness.receiver.release(sent.handoff_id, shard, harness.now, all_shards=all_shards)
         )
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 2.0, 7.0]))
@@ -211,12 +211,12 @@ class ReceiverMachine(RuleBasedStateMachine):
         harness.receiver.check_integrity()
         # The staging of a claimed part must not change.
         self.grants = [
-            (grant, rank)
-            for grant, rank in self.grants
+            (grant, shard)
+            for grant, shard in self.grants
             if harness.states[grant.handoff_id] is ReceiveState.CLAIMED
         ]
-        for grant, rank in self.grants:
-            expected = rank_truth(grant, rank, harness.opened[grant.handoff_id])
+        for grant, shard in self.grants:
+            expected = shard_truth(grant, shard, harness.opened[grant.handoff_id])
             assert harness.bytes_of(grant) == expected
 
     def teardown(self):

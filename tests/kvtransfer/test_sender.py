@@ -12,7 +12,7 @@ from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.errors import MAX_TEXT_CHARS, TransferRefused
 from baton.kvtransfer.frames import FrameKind
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.sending import NotReserved, Reserved, SenderLimits, StopPush
+from baton.kvtransfer.service.send_state import NotReserved, Reserved, SenderLimits, StopStream
 from baton.kvtransfer.service.sender import Sender
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -32,21 +32,21 @@ class Harness:
     def open(self, handoff_id=A, num_blocks=4, wait_s=2.0):
         return self.sender.open(handoff_id, "host:1", num_blocks, num_blocks * 4, wait_s, self.now)
 
-    def fill(self, rank, layer, *, handoff_id=A, num_blocks=4, last=False, offset=0, stage=0):
-        start = offset + LAYOUT.offset(rank, layer, 0, num_blocks)
+    def fill(self, shard, layer, *, handoff_id=A, num_blocks=4, last=False, offset=0, stage=0):
+        start = offset + LAYOUT.offset(shard, layer, 0, num_blocks)
         size = num_blocks * LAYOUT.block_bytes
-        data = bytes([1 + rank * 4 + layer]) * size
+        data = bytes([1 + shard * 4 + layer]) * size
         self.memory[start : start + size] = data
         return self.sender.fill(
             pb.LocalFrame(
-                handoff_id=handoff_id, rank=rank, layer=layer,
+                handoff_id=handoff_id, shard=shard, layer=layer,
                 num_blocks=num_blocks, checksum=frames.checksum(data), last=last, stage=stage,
             ),
             self.now,
         )  # fmt: skip
 
     def reply(self, kind, *, epoch=1, handoff_id=A, reason=0, transport="", detail="as told"):
-        reply = pb.PushReply(
+        reply = pb.HandoffReply(
             kind=kind, epoch=epoch, reason=reason, detail=detail, transport=transport
         )
         return self.sender.handle_reply(reply, handoff_id, self.now)
@@ -69,20 +69,20 @@ def harness():
     return Harness("grpc")
 
 
-def test_frames_wait_for_the_receiver_and_commit_follows_each_ranks_last(harness):
+def test_frames_wait_for_the_receiver_and_commit_follows_each_shards_last(harness):
     reserved, *_ = harness.open()
     assert reserved == Reserved(A, 0)
     for layer in range(3):
         harness.fill(0, layer, last=layer == 2)
     assert [frame.kind for frame in harness.sent()] == [FrameKind.OPEN]
-    harness.reply(pb.PushReply.KIND_OPENED)
+    harness.reply(pb.HandoffReply.KIND_OPENED)
     assert [frame.kind for frame in harness.sent()] == [FrameKind.DATA] * 3 + [FrameKind.COMMIT]
     for layer in range(3):
         harness.fill(1, layer, last=layer == 2)
-    assert [frame.rank for frame in harness.sent()] == [1] * 4
+    assert [frame.shard for frame in harness.sent()] == [1] * 4
     harness.now += 0.25
-    stop, ended = harness.reply(pb.PushReply.KIND_COMMITTED)
-    assert stop == StopPush(A)
+    stop, ended = harness.reply(pb.HandoffReply.KIND_COMMITTED)
+    assert stop == StopStream(A)
     assert (ended.handoff_id, ended.epoch, ended.committed) == (A, 1, True)
     assert (ended.num_bytes, ended.num_frames, ended.exposed_s) == (ARENA_BYTES, 6, 0.25)
     assert (ended.transport, ended.num_fallbacks) == ("grpc", 0)
@@ -94,10 +94,10 @@ def two_stages():
     return Harness("grpc", layout=replace(LAYOUT, pp_size=2))
 
 
-def test_a_rank_of_the_cache_commits_when_all_its_stages_have_ended(two_stages):
+def test_a_shard_commits_when_all_its_stages_have_ended(two_stages):
     two_stages.open()
     two_stages.sent()
-    two_stages.reply(pb.PushReply.KIND_OPENED)
+    two_stages.reply(pb.HandoffReply.KIND_OPENED)
     # The second stage holds the last layer.
     two_stages.fill(0, 2, stage=1, last=True)
     two_stages.fill(1, 0)
@@ -105,11 +105,11 @@ def test_a_rank_of_the_cache_commits_when_all_its_stages_have_ended(two_stages):
     assert [frame.kind for frame in two_stages.sent()] == [FrameKind.DATA] * 3
     two_stages.fill(0, 0)
     two_stages.fill(0, 1, last=True)
-    kinds = [(frame.rank, frame.kind) for frame in two_stages.sent()]
+    kinds = [(frame.shard, frame.kind) for frame in two_stages.sent()]
     assert kinds == [(0, FrameKind.DATA), (0, FrameKind.DATA), (0, FrameKind.COMMIT)]
     two_stages.fill(1, 2, stage=1, last=True)
     assert [frame.kind for frame in two_stages.sent()] == [FrameKind.DATA, FrameKind.COMMIT]
-    _, ended = two_stages.reply(pb.PushReply.KIND_COMMITTED)
+    _, ended = two_stages.reply(pb.HandoffReply.KIND_COMMITTED)
     assert (ended.committed, ended.num_bytes) == (True, ARENA_BYTES)
     two_stages.assert_empty()
 
@@ -117,9 +117,9 @@ def test_a_rank_of_the_cache_commits_when_all_its_stages_have_ended(two_stages):
 def test_staging_of_a_failed_send_is_kept_until_each_stage_has_ended(two_stages):
     two_stages.open()
     two_stages.sent()
-    two_stages.reply(pb.PushReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_FINGERPRINT)
-    for rank, stage in [(0, 0), (0, 0), (0, 1), (1, 1), (1, 1)]:
-        two_stages.fill(rank, 0, stage=stage, last=True)
+    two_stages.reply(pb.HandoffReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_FINGERPRINT)
+    for shard, stage in [(0, 0), (0, 0), (0, 1), (1, 1), (1, 1)]:
+        two_stages.fill(shard, 0, stage=stage, last=True)
         assert two_stages.sender.arena_statistics().used_bytes == ARENA_BYTES
     two_stages.fill(1, 0, last=True)
     two_stages.assert_empty()
@@ -151,11 +151,11 @@ def test_each_epoch_sends_every_filled_block_from_the_first(steps):
             send = harness.sender._table.sends[A]
             if send.transport:
                 reason = pb.REFUSAL_REASON_TRANSPORT
-                harness.reply(pb.PushReply.KIND_REFUSED, epoch=epoch, reason=reason)
+                harness.reply(pb.HandoffReply.KIND_REFUSED, epoch=epoch, reason=reason)
                 epoch += 1
         elif step == "open":
             name = names[epoch - 1]
-            harness.reply(pb.PushReply.KIND_OPENED, epoch=epoch, transport=name)
+            harness.reply(pb.HandoffReply.KIND_OPENED, epoch=epoch, transport=name)
         else:
             sent += harness.sent(max_bytes=1)
         harness.sender.check_integrity()
@@ -203,11 +203,11 @@ def test_every_state_has_a_timeout(harness, stage):
     harness.open()
     harness.sent()
     if stage != "opening":
-        harness.reply(pb.PushReply.KIND_OPENED)
+        harness.reply(pb.HandoffReply.KIND_OPENED)
     if stage == "committing":
-        for rank in range(2):
+        for shard in range(2):
             for layer in range(3):
-                harness.fill(rank, layer, last=layer == 2)
+                harness.fill(shard, layer, last=layer == 2)
         harness.sent()
     harness.now = 2.9
     assert harness.sender.expire(harness.now) == []
@@ -229,9 +229,9 @@ def test_an_aborted_send_keeps_its_extent_until_all_stages_have_stopped(two_stag
     assert two_stages.open(B) == []
     two_stages.now = 3 * LIMITS.linger_s
     assert two_stages.sender.expire(two_stages.now) == []
-    writers = [(rank, stage) for rank in range(2) for stage in range(2)]
+    writers = [(shard, stage) for shard in range(2) for stage in range(2)]
     *others, latest = [
-        pb.LocalFrame(handoff_id=A, rank=rank, stage=stage, last=True) for rank, stage in writers
+        pb.LocalFrame(handoff_id=A, shard=shard, stage=stage, last=True) for shard, stage in writers
     ]
     for frame in others:
         assert two_stages.sender.fill(frame, two_stages.now) == []
@@ -251,7 +251,7 @@ def test_a_failed_send_keeps_its_extent_until_its_writer_has_stopped(harness, en
     """The engine is not told of the failure, so it writes until the prompt is computed."""
     harness.open()
     harness.fill(0, 0)
-    harness.reply(pb.PushReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_CANCELLED)
+    harness.reply(pb.HandoffReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_CANCELLED)
     assert harness.open(B) == []
     harness.now = 1.0
     assert harness.sender.expire(harness.now) == []
@@ -288,21 +288,21 @@ def test_an_aborted_extent_stays_reserved_while_the_engine_may_write(harness):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"rank": 2}, {"layer": 3}, {"first_block": 1}, {"num_blocks": 5}]
+    "wrong", [{"shard": 2}, {"layer": 3}, {"first_block": 1}, {"num_blocks": 5}]
 )
 def test_a_rank_cannot_name_bytes_outside_its_extent(harness, wrong):
     harness.open()
-    place = {"rank": 0, "layer": 0, "first_block": 0, "num_blocks": 4, **wrong}
+    place = {"shard": 0, "layer": 0, "first_block": 0, "num_blocks": 4, **wrong}
     _, ended = harness.sender.fill(pb.LocalFrame(handoff_id=A, **place), harness.now)
     assert (ended.committed, ended.reason) == (False, pb.REFUSAL_REASON_MALFORMED)
 
 
-def test_a_refusal_and_a_lost_push_end_a_send_with_the_reason(harness):
+def test_a_refusal_and_a_lost_stream_end_a_send_with_the_reason(harness):
     harness.open(A, 2)
     harness.open(B, 2)
-    _, ended = harness.reply(pb.PushReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_FINGERPRINT)
+    _, ended = harness.reply(pb.HandoffReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_FINGERPRINT)
     assert (ended.reason, ended.detail) == (pb.REFUSAL_REASON_FINGERPRINT, "host:1: as told")
-    _, ended = harness.sender.handle_push_lost(B, "UNAVAILABLE", harness.now)
+    _, ended = harness.sender.handle_stream_lost(B, "UNAVAILABLE", harness.now)
     assert (ended.committed, ended.detail) == (False, "host:1: UNAVAILABLE")
 
 
@@ -311,26 +311,26 @@ def test_texts_of_a_receiver_are_shortened(harness):
     harness.open(A, 2)
     harness.open(B, 2)
     long = "x" * 2**20
-    kind, reason = pb.PushReply.KIND_REFUSED, pb.REFUSAL_REASON_FINGERPRINT
+    kind, reason = pb.HandoffReply.KIND_REFUSED, pb.REFUSAL_REASON_FINGERPRINT
     _, ended = harness.reply(kind, reason=reason, detail=long)
     assert len(ended.detail) <= MAX_TEXT_CHARS
     harness.sent(handoff_id=B)
-    _, ended = harness.reply(pb.PushReply.KIND_OPENED, handoff_id=B, transport=long)
+    _, ended = harness.reply(pb.HandoffReply.KIND_OPENED, handoff_id=B, transport=long)
     assert len(ended.detail) <= 2 * MAX_TEXT_CHARS
 
 
 def test_a_reason_that_is_no_reason_is_counted_without_one(harness):
     """Statistics count refusals by numbers that are not negative."""
     harness.open()
-    _, ended = harness.reply(pb.PushReply.KIND_REFUSED, reason=-1)
+    _, ended = harness.reply(pb.HandoffReply.KIND_REFUSED, reason=-1)
     assert ended.reason == pb.REFUSAL_REASON_UNSPECIFIED
     assert harness.sender.statistics.refusals == {pb.REFUSAL_REASON_UNSPECIFIED: 1}
 
 
 def everything(harness, *, last=True):
-    for rank in range(2):
+    for shard in range(2):
         for layer in range(3):
-            harness.fill(rank, layer, last=last and layer == 2)
+            harness.fill(shard, layer, last=last and layer == 2)
 
 
 def offering(*names):
@@ -342,7 +342,7 @@ def opened_by(*names):
     harness = offering(*names)
     harness.open()
     harness.sent()
-    harness.reply(pb.PushReply.KIND_OPENED, transport=names[0])
+    harness.reply(pb.HandoffReply.KIND_OPENED, transport=names[0])
     return harness
 
 
@@ -354,22 +354,22 @@ def test_a_failed_transport_starts_a_new_epoch_on_the_next_transport(reason):
     harness = offering("shm", "grpc")
     harness.open()
     (opened,) = harness.sent()
-    offers = pb.PushOpen.FromString(bytes(opened.payload)).offers
+    offers = pb.HandoffOpen.FromString(bytes(opened.payload)).offers
     assert [offer.name for offer in offers] == ["shm", "grpc"]
-    harness.reply(pb.PushReply.KIND_OPENED, transport="shm")
+    harness.reply(pb.HandoffReply.KIND_OPENED, transport="shm")
     everything(harness)
     assert {frame.kind for frame in harness.sent()} == {FrameKind.REFERENCE, FrameKind.COMMIT}
-    harness.reply(pb.PushReply.KIND_REFUSED, reason=reason)
+    harness.reply(pb.HandoffReply.KIND_REFUSED, reason=reason)
     (opened,) = harness.sent()
-    offers = pb.PushOpen.FromString(bytes(opened.payload)).offers
+    offers = pb.HandoffOpen.FromString(bytes(opened.payload)).offers
     assert (opened.epoch, [offer.name for offer in offers]) == (2, ["grpc"])
     # The same refusal, delayed: it belongs to the older epoch.
-    assert harness.reply(pb.PushReply.KIND_REFUSED, reason=reason) == []
-    harness.reply(pb.PushReply.KIND_OPENED, transport="grpc", epoch=2)
+    assert harness.reply(pb.HandoffReply.KIND_REFUSED, reason=reason) == []
+    harness.reply(pb.HandoffReply.KIND_OPENED, transport="grpc", epoch=2)
     again = harness.sent()
     assert [frame.kind for frame in again].count(FrameKind.DATA) == 6
     assert all(frames.verify(frame) for frame in again)
-    _, ended = harness.reply(pb.PushReply.KIND_COMMITTED, epoch=2)
+    _, ended = harness.reply(pb.HandoffReply.KIND_COMMITTED, epoch=2)
     assert (ended.committed, ended.transport, ended.num_fallbacks) == (True, "grpc", 1)
     assert harness.sender.statistics.num_fallbacks == {"shm": 1}
     harness.assert_empty()
@@ -379,7 +379,7 @@ def test_without_another_transport_the_send_fails_with_the_first_reason():
     harness = opened_by("grpc")
     everything(harness)
     harness.sent()
-    stop, ended = harness.reply(pb.PushReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_CHECKSUM)
+    stop, ended = harness.reply(pb.HandoffReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_CHECKSUM)
     assert next(frames.decode(stop.farewell)).kind is FrameKind.ABORT
     assert (ended.committed, ended.reason) == (False, pb.REFUSAL_REASON_CHECKSUM)
     harness.assert_empty()
@@ -391,11 +391,11 @@ def test_without_another_transport_a_complete_send_ends_as_the_receiver_says(wor
     everything(harness)
     harness.sent()
     if word == "committed":
-        _, ended = harness.reply(pb.PushReply.KIND_COMMITTED)
+        _, ended = harness.reply(pb.HandoffReply.KIND_COMMITTED)
     elif word == "refused":
-        _, ended = harness.reply(pb.PushReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_TRANSPORT)
+        _, ended = harness.reply(pb.HandoffReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_TRANSPORT)
     elif word == "stream lost":
-        _, ended = harness.sender.handle_push_lost(A, "gone", harness.now)
+        _, ended = harness.sender.handle_stream_lost(A, "gone", harness.now)
     else:
         assert harness.sender.expire(LIMITS.idle_timeout_s - 0.1) == []
         _, ended = harness.sender.expire(LIMITS.idle_timeout_s)
@@ -408,13 +408,13 @@ def test_a_fallback_sends_everything_again():
     harness = opened_by("gloo", "grpc")
     everything(harness)
     harness.sent()
-    harness.reply(pb.PushReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_TRANSPORT)
+    harness.reply(pb.HandoffReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_TRANSPORT)
     harness.sent()
-    harness.reply(pb.PushReply.KIND_OPENED, transport="grpc", epoch=2)
-    assert harness.reply(pb.PushReply.KIND_COMMITTED, epoch=1) == []
+    harness.reply(pb.HandoffReply.KIND_OPENED, transport="grpc", epoch=2)
+    assert harness.reply(pb.HandoffReply.KIND_COMMITTED, epoch=1) == []
     assert len(harness.sent()) == 8
-    assert harness.reply(pb.PushReply.KIND_COMMITTED, epoch=1) == []
-    _, ended = harness.reply(pb.PushReply.KIND_COMMITTED, epoch=2)
+    assert harness.reply(pb.HandoffReply.KIND_COMMITTED, epoch=1) == []
+    _, ended = harness.reply(pb.HandoffReply.KIND_COMMITTED, epoch=2)
     assert (ended.committed, ended.epoch, ended.transport) == (True, 2, "grpc")
     harness.assert_empty()
 
@@ -427,7 +427,7 @@ def test_nothing_to_offer_and_a_choice_not_offered_end_the_send():
     harness = offering("grpc")
     harness.open()
     harness.sent()
-    _, ended = harness.reply(pb.PushReply.KIND_OPENED, transport="pigeon")
+    _, ended = harness.reply(pb.HandoffReply.KIND_OPENED, transport="pigeon")
     assert ended.reason == pb.REFUSAL_REASON_MALFORMED
     assert "'pigeon', which was not offered" in ended.detail
 
@@ -435,22 +435,22 @@ def test_nothing_to_offer_and_a_choice_not_offered_end_the_send():
 def test_a_send_that_shrinks_is_opened_again_in_its_staging(harness):
     harness.open()
     (first,) = harness.sent()
-    harness.reply(pb.PushReply.KIND_OPENED)
+    harness.reply(pb.HandoffReply.KIND_OPENED)
     offset, _ = harness.sender.shrink(A, 2, 7, harness.now)
     (second,) = harness.sent()
     assert (offset, first.epoch, second.epoch) == (0, 1, 2)
-    opened = pb.PushOpen.FromString(bytes(second.payload))
+    opened = pb.HandoffOpen.FromString(bytes(second.payload))
     assert (opened.num_blocks, opened.num_tokens) == (2, 7)
     # A late reply to the first open says nothing about the second.
-    harness.reply(pb.PushReply.KIND_OPENED)
-    for rank in range(2):
+    harness.reply(pb.HandoffReply.KIND_OPENED)
+    for shard in range(2):
         for layer in range(3):
-            harness.fill(rank, layer, num_blocks=2, last=layer == 2)
+            harness.fill(shard, layer, num_blocks=2, last=layer == 2)
     assert harness.sent() == []
-    harness.reply(pb.PushReply.KIND_OPENED, epoch=2)
+    harness.reply(pb.HandoffReply.KIND_OPENED, epoch=2)
     sent = harness.sent()
     assert [frame.num_blocks for frame in sent if frame.kind is FrameKind.DATA] == [2] * 6
-    _, ended = harness.reply(pb.PushReply.KIND_COMMITTED, epoch=2)
+    _, ended = harness.reply(pb.HandoffReply.KIND_COMMITTED, epoch=2)
     assert (ended.committed, ended.num_bytes) == (True, LAYOUT.handoff_bytes(2))
     assert ended.num_fallbacks == 0
     harness.assert_empty()

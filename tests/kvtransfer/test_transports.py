@@ -15,12 +15,12 @@ from baton.kvtransfer import frames
 from baton.kvtransfer.arena import SEGMENT_PREFIX, Segment
 from baton.kvtransfer.control import filled_frame
 from baton.kvtransfer.errors import TransferError
-from baton.kvtransfer.receiving import Pull
+from baton.kvtransfer.grpc_methods import link_method
 from baton.kvtransfer.transports import nccl_transport, registry, shm_transport
-from baton.kvtransfer.transports.links import link_method
 from baton.kvtransfer.transports.negotiation import Negotiator
 from baton.kvtransfer.transports.transport import (
     EndedPull,
+    Pull,
     ServiceContext,
     Transport,
 )
@@ -166,7 +166,7 @@ async def test_reads_by_a_link_that_is_never_joined_end_in_time(start, handoff, 
         async with dialled(receiver, layout, one) as raw:
             await raw.send(raw.open(offers=[pb.TransportOffer(name="gloo", link_id="never")]))
             reply = await raw.reply()
-            assert (reply.kind, reply.transport) == (pb.PushReply.KIND_OPENED, "gloo")
+            assert (reply.kind, reply.transport) == (pb.HandoffReply.KIND_OPENED, "gloo")
             await raw.send(*raw.references(), *raw.commits())
             reply = await raw.reply()
             assert reply.reason == pb.REFUSAL_REASON_TRANSPORT
@@ -207,7 +207,7 @@ async def test_a_killed_senders_segment_is_unmapped(start, handoff):
 
 
 async def test_a_peers_segment_is_unmapped_when_nothing_uses_it(monkeypatch):
-    """The push ends before its pull does."""
+    """The stream ends before its pull does."""
     monkeypatch.setattr(shm_transport, "IDLE_TIMEOUT_S", 0.0)
     theirs, own, ended = Segment.create(4096), Segment.create(4096), asyncio.Event()
     theirs.memory[8:12] = b"true"
@@ -253,7 +253,7 @@ def test_memory_of_another_host_or_user_is_not_shared():
     (shm, grpc) = negotiator.offers("host:1", ())
     assert str(os.getuid()) in shm.shm_domain
     shm.shm_domain = "another boot/1/0"
-    choice = negotiator.choose(1, pb.PushOpen(offers=[shm, grpc]))
+    choice = negotiator.choose(1, pb.HandoffOpen(offers=[shm, grpc]))
     assert (choice.transport, choice.reason) == (
         "grpc",
         "shm: sender and receiver do not share memory",
@@ -263,7 +263,7 @@ def test_memory_of_another_host_or_user_is_not_shared():
 def test_a_choice_that_was_not_offered_is_not_remembered():
     negotiator = named("shm", "grpc")
     for name in ("", "pigeon"):
-        negotiator.opened("host:1", pb.PushReply(transport=name), ())
+        negotiator.opened("host:1", pb.HandoffReply(transport=name), ())
     assert negotiator.peers() == []
 
 
@@ -284,7 +284,7 @@ def test_the_reason_is_that_of_the_offer():
     negotiator = Negotiator([JoiningTransport("gloo"), NamedTransport("grpc")])
     offers = negotiator.offers("host:1", ())
     assert [offer.name for offer in offers] == ["grpc"]
-    negotiator.opened("host:1", pb.PushReply(transport="grpc"), ["grpc"])
+    negotiator.opened("host:1", pb.HandoffReply(transport="grpc"), ["grpc"])
     assert [peer.reason for peer in negotiator.peers()] == ["gloo: is being joined"]
 
 
@@ -298,7 +298,7 @@ async def test_a_transport_that_cannot_run_here_says_why(monkeypatch):
     negotiator = Negotiator(registry.make(["nccl", "grpc"], ServiceContext("baton-kv-x")))
     assert [offer.name for offer in negotiator.offers("host:1", ())] == ["grpc"]
     offers = [pb.TransportOffer(name="nccl"), pb.TransportOffer(name="grpc")]
-    choice = negotiator.choose(1, pb.PushOpen(offers=offers))
+    choice = negotiator.choose(1, pb.HandoffOpen(offers=offers))
     assert (choice.transport, choice.reason) == ("grpc", "nccl: no GPU here")
 
 

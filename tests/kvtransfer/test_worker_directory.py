@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from baton.engine.vllm_step_targets import make_targets_file
-from baton.kvtransfer import engine_stages
+from baton.kvtransfer import start_phases
 from baton.kvtransfer.control import TransferClient
 from baton.runtime import worker_directory
 from baton.runtime.config import KvTransferConfig
@@ -32,16 +32,16 @@ async def test_the_directory_of_a_killed_worker_goes_with_its_service(short_path
     socket_path = str(directory / "kv.sock")
     service = await TransferClient.start(config, socket_path)
     make_targets_file(socket_path)
-    engine_stages.record(socket_path, engine_stages.WEIGHTS)
-    engine_stages.record(socket_path, engine_stages.KV)
-    ended_at = engine_stages.ended_at(socket_path)
-    assert 0 < ended_at[engine_stages.WEIGHTS] <= ended_at[engine_stages.KV]
+    start_phases.record(socket_path, start_phases.WEIGHTS)
+    start_phases.record(socket_path, start_phases.KV)
+    ended_at = start_phases.ended_at(socket_path)
+    assert 0 < ended_at[start_phases.WEIGHTS] <= ended_at[start_phases.KV]
     process = psutil.Process(service.pid)
     await service.close()
     await asyncio.to_thread(psutil.wait_procs, [process], timeout=120)
     assert not directory.exists()
     assert (kept / "kernel").exists()
-    assert engine_stages.ended_at(socket_path) == {}
+    assert start_phases.ended_at(socket_path) == {}
 
 
 async def test_a_directory_of_another_kind_stays(tmp_path):

@@ -66,13 +66,13 @@ def test_loaded_blocks_are_handed_on_only_after_they_are_verified(when):
     engine.half.add(sending)
     steps.append(engine.half.step(as_scheduled(engine.schedule(), most_tokens=1)))
     assert sending.num_computed == 3 * SIZE
-    parts = [part for push in steps[-1].pushes for part in push.parts]
-    pushed = [block for part in parts for block in part.block_ids]
+    parts = [part for save in steps[-1].saves for part in save.parts]
+    saved = [block for part in parts for block in part.block_ids]
     if when == "after it":
-        assert pushed == [block.block_id for block in sending.blocks[:3]]
+        assert saved == [block.block_id for block in sending.blocks[:3]]
     else:
-        assert not pushed
-    # A later step pushes the blocks that were not verified; there is none here.
+        assert not saved
+    # A later step saves the blocks that were not verified; there is none here.
     assert not engine.service.given_up
     engine.end(sending)
     assert engine.service.given_up == [handoff_id]

@@ -21,11 +21,12 @@ from baton.coordinator.server.server import Coordinator
 from baton.engine.sim_tokens import Vocabulary, expected_tokens
 from baton.gateway.server import CellEndpoints
 from baton.gateway.server import serve as serve_gateway
+from baton.kvtransfer.grpc_methods import HANDOFF_METHOD
 from baton.runtime import output_streams, rpc
 from baton.runtime.dev_certs import CLUSTER_NAME, Authority
 from baton.runtime.dial import Dial, bearer
 from baton.runtime.tls import TlsFiles
-from baton.v1 import common_pb2, kv_transfer_pb2, kv_transfer_pb2_grpc
+from baton.v1 import common_pb2
 from baton.worker.main import serve as serve_worker
 
 # Longest wait for an event that must happen; long enough for a busy machine.
@@ -190,7 +191,7 @@ async def test_authorized_callers_can_use_the_whole_cell(cell):
                 await anext(user.profile("d"))
         kinds = [event.WhichOneof("event") async for event in admin.profile("d", 1)]
         assert kinds == ["started", "file", "data"]
-        await _only_members_push(cell, workers["d"].kv_address)
+        await _only_members_send(cell, workers["d"].kv_address)
         await _is_counted(
             cell, 'baton_access_refusals_total{reason="unknown",service="KvTransfer"}'
         )
@@ -214,7 +215,7 @@ async def _is_counted(cell, series):
             await asyncio.sleep(0.05)
 
 
-async def _only_members_push(cell, target):
+async def _only_members_send(cell, target):
     """Checks that a worker's port requires a certificate and the cluster token."""
     files = cell.pki.tls("client")
     tls = TlsFiles(files.ca_file, files.cert_file, files.key_file)
@@ -225,8 +226,8 @@ async def _only_members_push(cell, target):
         (Dial(tls, credential=bearer("the-cluster-token")), None),
     ):
         async with rpc.channel(target, dial=dial) as channel:
-            call = kv_transfer_pb2_grpc.KvTransferStub(channel).Describe(
-                kv_transfer_pb2.DescribeRequest(), metadata=dial.metadata(), timeout=WAIT_S
+            call = channel.stream_stream(HANDOFF_METHOD)(
+                iter(()), metadata=dial.metadata(), timeout=WAIT_S
             )
             assert await call.code() is (code or grpc.StatusCode.OK)
     # Health needs only a certificate, because probes have no token.

@@ -52,7 +52,7 @@ async def outputs(decode: Side, request: EngineRequest) -> list[EngineOutput]:
     return found
 
 
-async def pushed(decode: Side, failing: Failing, prompt: list[int]) -> dict[str, bool]:
+async def sent(decode: Side, failing: Failing, prompt: list[int]) -> dict[str, bool]:
     """A prefill that fails once: its second run must not write to the send's staging."""
     num_bytes = decode.info.layout.handoff_bytes(decode.info.layout.num_blocks(len(prompt)))
     send = SendHandoff(secrets.token_bytes(16), 0, len(prompt))
@@ -112,7 +112,7 @@ async def failures(decode: Side) -> dict[str, Any]:
             "num_rows": sum(len(one.prompt_logprobs) for one in found),
         }
     async with asyncio.timeout(TIMEOUT_S):
-        made["pushed"] = await pushed(decode, failing, prompt)
+        made["sent"] = await sent(decode, failing, prompt)
     async with asyncio.timeout(TIMEOUT_S):
         made["cut off"] = await cut_off(decode, waiting("in vain"))
     return made

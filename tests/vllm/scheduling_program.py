@@ -68,7 +68,7 @@ class Port:
     def subscribe(self) -> None:
         pass
 
-    def release(self, handoff_id: bytes, *, all_ranks: bool, not_loaded: int) -> None:
+    def release(self, handoff_id: bytes, *, all_shards: bool, not_loaded: int) -> None:
         pass
 
     def abort_send(self, handoff_id: bytes) -> None:
@@ -135,10 +135,10 @@ class Engine:
         self.reported: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
         self.preempted: list[str] = []
-        # Pushed runs of blocks (first block, number of blocks, last), and whether the pushed blocks
+        # Saved runs of blocks (first block, number of blocks, last), and whether the saved blocks
         # held the keys of the request's own tokens.
-        self.pushed: list[tuple[int, int, bool]] = []
-        self.is_pushed_right = True
+        self.saved: list[tuple[int, int, bool]] = []
+        self.is_saved_right = True
         self.given_up: list[bytes] = []
         # Requests that attended to slots that were not computed from their own tokens.
         self.misled: set[str] = set()
@@ -212,14 +212,14 @@ class Engine:
                 self._keys[self._slot(name, at)] = tuple(self.tokens[name][: at + 1])
         step = output.kv_connector_metadata.step
         self.given_up += step.ended
-        for push in step.pushes:
-            (part,) = push.parts
-            self.pushed.append((part.first_block, len(part.block_ids), push.last))
+        for save in step.saves:
+            (part,) = save.parts
+            self.saved.append((part.first_block, len(part.block_ids), save.last))
             tokens = self.tokens["prompt"]
             for index, block_id in enumerate(part.block_ids, part.first_block):
                 for at in range(index * BLOCK, min((index + 1) * BLOCK, len(tokens))):
                     made_of = self._keys.get((block_id, at % BLOCK))
-                    self.is_pushed_right &= made_of == tuple(tokens[: at + 1])
+                    self.is_saved_right &= made_of == tuple(tokens[: at + 1])
         sampled = []
         for name, count in num_scheduled.items():
             tokens = self.tokens[name]
@@ -380,14 +380,14 @@ def preempted_send() -> dict[str, Any]:
     engine.add("runs", range(5), URGENT, 8)
     engine.add("prompt", range(1000, 1090), LATE, 1, encode(send=send))
     engine.step()
-    pushed_before = list(engine.pushed)
+    saved_before = list(engine.saved)
     engine.add("wants", range(200, 216), URGENT, 3)
     engine.run()
     return {
         "preempted": engine.preempted,
-        "pushed_before": pushed_before,
-        "pushed": engine.pushed,
-        "is_right": engine.is_pushed_right,
+        "saved_before": saved_before,
+        "saved": engine.saved,
+        "is_right": engine.is_saved_right,
         "given_up": len(engine.given_up),
         "ended": engine.ended,
     }

@@ -172,7 +172,7 @@ async def test_requests_leave_a_decode_worker_that_is_stopped(
     await serves_on(client, cluster, guests, expected["fault-6"], expected["fault-7"])
 
 
-async def test_a_request_survives_a_prefill_worker_killed_in_mid_push(
+async def test_a_request_survives_a_prefill_worker_killed_while_it_sends(
     client: BatonClient,
     cluster: Cluster,
     guests: Guests,

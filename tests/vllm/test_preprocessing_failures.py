@@ -26,7 +26,7 @@ def test_a_request_that_fails_twice_ends_with_an_error(made: dict[str, Any]) -> 
 
 def test_a_retried_prefill_writes_to_no_staging(made: dict[str, Any]) -> None:
     """Its send was given up, and another handoff may own the staging."""
-    assert made["pushed"] == {"is_cut": True, "is_written": False}
+    assert made["sent"] == {"is_cut": True, "is_written": False}
 
 
 def test_an_engine_without_its_transfer_service_ends(made: dict[str, Any]) -> None:

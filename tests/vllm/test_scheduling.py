@@ -50,17 +50,17 @@ def test_blocks_preempted_before_they_were_computed_are_not_cached(
     assert set(case["ended"].values()) == {"length"}
 
 
-def test_a_preempted_prefill_pushes_each_block_once(made: dict[str, Any]) -> None:
-    """The send goes on with the first block that was not pushed; no new epoch is needed."""
+def test_a_preempted_prefill_saves_each_block_once(made: dict[str, Any]) -> None:
+    """The send goes on with the first block that was not saved; no new epoch is needed."""
     case = made["preempted send"]
     assert "prompt" in case["preempted"]
-    assert 0 < len(case["pushed_before"]) < len(case["pushed"])
+    assert 0 < len(case["saved_before"]) < len(case["saved"])
     next_block = 0
-    for first_block, num_blocks, _ in case["pushed"]:
+    for first_block, num_blocks, _ in case["saved"]:
         assert first_block == next_block
         next_block += num_blocks
     assert next_block == 6
-    assert [last for *_, last in case["pushed"]] == [False] * (len(case["pushed"]) - 1) + [True]
+    assert [last for *_, last in case["saved"]] == [False] * (len(case["saved"]) - 1) + [True]
     assert case["is_right"]
     assert case["given_up"] == 0
     assert case["ended"]["prompt"] == "length"

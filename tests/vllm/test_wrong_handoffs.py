@@ -43,7 +43,7 @@ def again(frame: frames.Frame, **changes: int | bytes) -> bytes:
     fields = {
         "handoff_id": frame.handoff_id,
         "epoch": frame.epoch,
-        "rank": frame.rank,
+        "shard": frame.shard,
         "layer": frame.layer,
         "first_block": frame.first_block,
         "num_blocks": frame.num_blocks,
@@ -99,7 +99,7 @@ def foreign_bytes(raw: bytes, frame: frames.Frame) -> list[bytes]:
 
 
 def other_fingerprint(raw: bytes, frame: frames.Frame) -> list[bytes]:
-    opened = kv_transfer_pb2.PushOpen.FromString(bytes(frame.payload))
+    opened = kv_transfer_pb2.HandoffOpen.FromString(bytes(frame.payload))
     opened.fingerprint.head_size += 1
     return [again(frame, payload=opened.SerializeToString())]
 

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from baton.kvtransfer import frames
+from baton.kvtransfer.grpc_methods import HANDOFF_METHOD, HANDOFF_NAME, SERVICE
 from baton.v1 import kv_transfer_pb2
 
-PUSH = "/baton.v1.KvTransfer/Push"
 MAX_BYTES = 64 * 2**20
 HOLD_TIMEOUT_S = 200.0
 
@@ -25,7 +25,7 @@ def as_it_is(message: bytes) -> list[bytes]:
 
 
 class Hold:
-    """Passes a push's open and its first data frames on, then holds everything until `let_go`.
+    """Passes a handoff's open and its first data frames on, then holds everything until `let_go`.
 
     Attributes:
         reached: Set once something is held back: the receiver has got a part of the handoff.
@@ -54,7 +54,7 @@ class Hold:
 
 
 class Once:
-    """Calls a function at a push's first data frame, and passes everything on.
+    """Calls a function at a handoff's first data frame, and passes everything on.
 
     Attributes:
         done: Set after the call.
@@ -77,14 +77,14 @@ def over_the_wire(message: bytes) -> bytes:
     (frame, *_) = frames.decode(message)
     if frame.kind is not frames.FrameKind.OPEN:
         return message
-    opened = kv_transfer_pb2.PushOpen.FromString(bytes(frame.payload))
+    opened = kv_transfer_pb2.HandoffOpen.FromString(bytes(frame.payload))
     del opened.offers[:]
     opened.offers.add(name="grpc")
     return frames.encode_open(opened)
 
 
 class Relay:
-    """Listens on `listen` and forwards every push stream to `target`, through `spoil`.
+    """Listens on `listen` and forwards the stream of every handoff to `target`, through `spoil`.
 
     Attributes:
         only_grpc: Whether blocks must pass the relay instead of shared memory.
@@ -97,11 +97,11 @@ class Relay:
         self.num_spoiled = 0
         options = [("grpc.max_receive_message_length", MAX_BYTES)]
         self._channel = grpc.insecure_channel(target, options=options)
-        self._push = self._channel.stream_stream(PUSH)
+        self._open = self._channel.stream_stream(HANDOFF_METHOD)
         self._server = grpc.server(ThreadPoolExecutor(16), options=options)
         handler = grpc.stream_stream_rpc_method_handler(self._forward)
         self._server.add_generic_rpc_handlers(
-            [grpc.method_handlers_generic_handler("baton.v1.KvTransfer", {"Push": handler})]
+            [grpc.method_handlers_generic_handler(SERVICE, {HANDOFF_NAME: handler})]
         )
         assert self._server.add_insecure_port(listen)
         self._server.start()
@@ -131,7 +131,7 @@ class Relay:
 
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
-        call = self._push(iter(outgoing.get, None))
+        call = self._open(iter(outgoing.get, None))
         context.add_callback(call.cancel)
         try:
             yield from call

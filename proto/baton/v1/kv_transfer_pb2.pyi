@@ -112,50 +112,6 @@ HANDOFF_STATE_INTERRUPTED: HandoffState.ValueType  # 7
 Global___HandoffState: _TypeAlias = HandoffState  # noqa: Y015
 
 @_typing.final
-class DescribeRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DescribeRequest: _TypeAlias = DescribeRequest  # noqa: Y015
-
-@_typing.final
-class DescribeResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    FINGERPRINT_FIELD_NUMBER: _builtins.int
-    RECEIVE_BYTES_TOTAL_FIELD_NUMBER: _builtins.int
-    RECEIVE_BYTES_FREE_FIELD_NUMBER: _builtins.int
-    NUM_HANDOFFS_FIELD_NUMBER: _builtins.int
-    receive_bytes_total: _builtins.int
-    receive_bytes_free: _builtins.int
-    num_handoffs: _builtins.int
-    @_builtins.property
-    def fingerprint(self) -> Global___KvFingerprint: ...
-    def __init__(
-        self,
-        *,
-        fingerprint: Global___KvFingerprint | None = ...,
-        receive_bytes_total: _builtins.int = ...,
-        receive_bytes_free: _builtins.int = ...,
-        num_handoffs: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "num_handoffs", b"num_handoffs", "receive_bytes_free", b"receive_bytes_free", "receive_bytes_total", b"receive_bytes_total"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DescribeResponse: _TypeAlias = DescribeResponse  # noqa: Y015
-
-@_typing.final
 class KvFingerprint(_message.Message):
     """Format of a KV cache. Both ends must agree on all fields before the first byte is sent; a
     mismatch is refused with both values. Only pp_size and the number of shards may differ, and with
@@ -196,10 +152,9 @@ class KvFingerprint(_message.Message):
     """Order of a block's axes, such as "heads,tokens,content"."""
     tp_size: _builtins.int
     num_shards: _builtins.int
-    """Number of different parts among the ranks' caches, each of which is sent once; it divides
-    tp_size, and 0 means tp_size. It is smaller than tp_size if neighbouring ranks hold the same
-    part (with MLA latents all ranks do: 1). `rank` in the messages below is the index of such a
-    part of the sender's cache. Part i holds the i-th of num_shards equal ranges of KV heads.
+    """Number of shards of the cache, each of which is sent once: shard i holds the i-th of num_shards
+    equal ranges of KV heads. It divides tp_size, and 0 means tp_size. It is smaller than tp_size if
+    neighbouring ranks hold the same shard (with MLA latents all ranks do: 1).
     """
     draft_revision: _builtins.str
     """Changes with the draft's method and weights; empty without such a draft. Only one of two ends
@@ -317,7 +272,7 @@ class KvGroup(_message.Message):
 Global___KvGroup: _TypeAlias = KvGroup  # noqa: Y015
 
 @_typing.final
-class PushOpen(_message.Message):
+class HandoffOpen(_message.Message):
     """Payload of the open frame: asks the receiver to reserve staging for one epoch of a handoff."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -325,14 +280,12 @@ class PushOpen(_message.Message):
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
-    RANK_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
     OFFERS_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
     epoch: _builtins.int
-    rank: _builtins.int
     num_blocks: _builtins.int
     """Size of the handoff in blocks of the smallest block size of all groups. It determines which
     blocks of each group the handoff holds (runtime/kv_groups.py).
@@ -353,7 +306,6 @@ class PushOpen(_message.Message):
         handoff_id: _builtins.bytes = ...,
         epoch: _builtins.int = ...,
         fingerprint: Global___KvFingerprint | None = ...,
-        rank: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         wait_ms: _builtins.int = ...,
@@ -361,11 +313,11 @@ class PushOpen(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "fingerprint", b"fingerprint", "handoff_id", b"handoff_id", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "offers", b"offers", "rank", b"rank", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "fingerprint", b"fingerprint", "handoff_id", b"handoff_id", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "offers", b"offers", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PushOpen: _TypeAlias = PushOpen  # noqa: Y015
+Global___HandoffOpen: _TypeAlias = HandoffOpen  # noqa: Y015
 
 @_typing.final
 class TransportOffer(_message.Message):
@@ -504,8 +456,8 @@ class LinkRead(_message.Message):
 Global___LinkRead: _TypeAlias = LinkRead  # noqa: Y015
 
 @_typing.final
-class PushReply(_message.Message):
-    """Reply of the receiver on a Push stream."""
+class HandoffReply(_message.Message):
+    """Reply of the receiver on the stream of a handoff."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -513,23 +465,23 @@ class PushReply(_message.Message):
         ValueType = _typing.NewType("ValueType", _builtins.int)
         V: _TypeAlias = ValueType  # noqa: Y015
 
-    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[PushReply._Kind.ValueType], _builtins.type):
+    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[HandoffReply._Kind.ValueType], _builtins.type):
         DESCRIPTOR: _descriptor.EnumDescriptor
-        KIND_UNSPECIFIED: PushReply._Kind.ValueType  # 0
-        KIND_OPENED: PushReply._Kind.ValueType  # 1
+        KIND_UNSPECIFIED: HandoffReply._Kind.ValueType  # 0
+        KIND_OPENED: HandoffReply._Kind.ValueType  # 1
         """The whole size is reserved; the sender may send data frames."""
-        KIND_COMMITTED: PushReply._Kind.ValueType  # 2
+        KIND_COMMITTED: HandoffReply._Kind.ValueType  # 2
         """The commit is verified: the receiver has every byte. The sender may free its staging."""
-        KIND_REFUSED: PushReply._Kind.ValueType  # 3
+        KIND_REFUSED: HandoffReply._Kind.ValueType  # 3
         """The receiver accepts nothing more for this handoff and epoch. The sender must stop."""
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
-    KIND_UNSPECIFIED: PushReply.Kind.ValueType  # 0
-    KIND_OPENED: PushReply.Kind.ValueType  # 1
+    KIND_UNSPECIFIED: HandoffReply.Kind.ValueType  # 0
+    KIND_OPENED: HandoffReply.Kind.ValueType  # 1
     """The whole size is reserved; the sender may send data frames."""
-    KIND_COMMITTED: PushReply.Kind.ValueType  # 2
+    KIND_COMMITTED: HandoffReply.Kind.ValueType  # 2
     """The commit is verified: the receiver has every byte. The sender may free its staging."""
-    KIND_REFUSED: PushReply.Kind.ValueType  # 3
+    KIND_REFUSED: HandoffReply.Kind.ValueType  # 3
     """The receiver accepts nothing more for this handoff and epoch. The sender must stop."""
 
     KIND_FIELD_NUMBER: _builtins.int
@@ -539,7 +491,7 @@ class PushReply(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     TRANSPORT_REASON_FIELD_NUMBER: _builtins.int
-    kind: Global___PushReply.Kind.ValueType
+    kind: Global___HandoffReply.Kind.ValueType
     handoff_id: _builtins.bytes
     epoch: _builtins.int
     reason: Global___RefusalReason.ValueType
@@ -551,7 +503,7 @@ class PushReply(_message.Message):
     def __init__(
         self,
         *,
-        kind: Global___PushReply.Kind.ValueType = ...,
+        kind: Global___HandoffReply.Kind.ValueType = ...,
         handoff_id: _builtins.bytes = ...,
         epoch: _builtins.int = ...,
         reason: Global___RefusalReason.ValueType = ...,
@@ -565,7 +517,7 @@ class PushReply(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PushReply: _TypeAlias = PushReply  # noqa: Y015
+Global___HandoffReply: _TypeAlias = HandoffReply  # noqa: Y015
 
 @_typing.final
 class LocalRequest(_message.Message):
@@ -836,9 +788,9 @@ class LocalSendOpened(_message.Message):
 
     OFFSET_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
-    """Where the handoff's bytes begin in the segment: rank after rank, in each rank layer after layer,
-    in each layer the blocks that the handoff holds. With one group, layer l, block b of rank r is
-    at offset + ((r * num_layers + l) * num_blocks + b) * block_bytes.
+    """Where the handoff's bytes begin in the segment: shard after shard, in each shard layer after
+    layer, in each layer the blocks that the handoff holds. With one group, layer l, block b of
+    shard s is at offset + ((s * num_layers + l) * num_blocks + b) * block_bytes.
     """
     def __init__(
         self,
@@ -880,7 +832,7 @@ class LocalFrame(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
-    RANK_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
     LAYER_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
@@ -888,7 +840,8 @@ class LocalFrame(_message.Message):
     LAST_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
-    rank: _builtins.int
+    shard: _builtins.int
+    """Index of the sender's shard."""
     layer: _builtins.int
     first_block: _builtins.int
     """From the handoff's first token on, in blocks of the layer's group."""
@@ -896,16 +849,16 @@ class LocalFrame(_message.Message):
     checksum: _builtins.int
     """XXH3-64 of the blocks' bytes."""
     last: _builtins.bool
-    """Whether this is the rank's last frame. After the last frames of all ranks the service commits."""
-    stage: _builtins.int
-    """Pipeline stage of the rank: `rank` names the part of the cache, of which each stage fills its
-    own layers.
+    """Whether this is the last frame of the rank that fills the stage's layers of the shard. After the
+    last frames of all shards and stages the service commits.
     """
+    stage: _builtins.int
+    """Pipeline stage of the rank that filled the blocks."""
     def __init__(
         self,
         *,
         handoff_id: _builtins.bytes = ...,
-        rank: _builtins.int = ...,
+        shard: _builtins.int = ...,
         layer: _builtins.int = ...,
         first_block: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
@@ -915,7 +868,7 @@ class LocalFrame(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "first_block", b"first_block", "handoff_id", b"handoff_id", "last", b"last", "layer", b"layer", "num_blocks", b"num_blocks", "rank", b"rank", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "first_block", b"first_block", "handoff_id", b"handoff_id", "last", b"last", "layer", b"layer", "num_blocks", b"num_blocks", "shard", b"shard", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -996,7 +949,7 @@ class LocalHandoffState(_message.Message):
     transport: _builtins.str
     """Transport of the current epoch."""
     num_shards: _builtins.int
-    """Number of parts (num_shards) of the sender's cache; 0 until the handoff is opened."""
+    """Number of shards of the sender's cache; 0 until the handoff is opened."""
     has_draft: _builtins.bool
     """Whether the handoff holds the layers of the sender's draft."""
     def __init__(
@@ -1106,23 +1059,23 @@ class LocalClaim(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
-    RANK_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
     NUM_SEEN_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
-    rank: _builtins.int
-    """Index of one of the sender's parts; an engine rank claims each part of which it needs heads."""
+    shard: _builtins.int
+    """Index of one of the sender's shards; an engine rank claims each shard of which it needs heads."""
     num_seen: _builtins.int
     """Number of frames in the previous answers; 0: none."""
     def __init__(
         self,
         *,
         handoff_id: _builtins.bytes = ...,
-        rank: _builtins.int = ...,
+        shard: _builtins.int = ...,
         num_seen: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "num_seen", b"num_seen", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "num_seen", b"num_seen", "shard", b"shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1138,7 +1091,7 @@ class LocalClaimed(_message.Message):
     FRAMES_FIELD_NUMBER: _builtins.int
     NUM_FRAMES_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
-    """Where this part's bytes begin in the segment: layer after layer, in each layer the blocks that
+    """Where the shard's bytes begin in the segment: layer after layer, in each layer the blocks that
     the handoff holds, as the sender's ranks have them.
     """
     num_blocks: _builtins.int
@@ -1176,13 +1129,13 @@ class LocalRelease(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
-    RANK_FIELD_NUMBER: _builtins.int
-    ALL_RANKS_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
+    ALL_SHARDS_FIELD_NUMBER: _builtins.int
     NOT_LOADED_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
-    rank: _builtins.int
-    all_ranks: _builtins.bool
-    """Release the parts of all ranks at once; the scheduler sends this if there is nothing to load."""
+    shard: _builtins.int
+    all_shards: _builtins.bool
+    """Release all shards at once; the scheduler sends this if there is nothing to load."""
     not_loaded: Global___RefusalReason.ValueType
     """Set if the load failed: why. The handoff then fails with this reason: EXPIRED if it was not
     committed or claimed in time, CANCELLED if its request ended, CHECKSUM if its bytes were
@@ -1192,13 +1145,13 @@ class LocalRelease(_message.Message):
         self,
         *,
         handoff_id: _builtins.bytes = ...,
-        rank: _builtins.int = ...,
-        all_ranks: _builtins.bool = ...,
+        shard: _builtins.int = ...,
+        all_shards: _builtins.bool = ...,
         not_loaded: Global___RefusalReason.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_ranks", b"all_ranks", "handoff_id", b"handoff_id", "not_loaded", b"not_loaded", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_shards", b"all_shards", "handoff_id", b"handoff_id", "not_loaded", b"not_loaded", "shard", b"shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

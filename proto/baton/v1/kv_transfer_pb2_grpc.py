@@ -3,7 +3,6 @@
 import grpc
 import warnings
 
-from baton.v1 import kv_transfer_pb2 as baton_dot_v1_dot_kv__transfer__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -26,12 +25,12 @@ if _version_not_supported:
 
 
 class KvTransferStub:
-    """Calls between the transfer services of two workers. Beside the methods below, the service has two
-    streams with messages that are not protobuf where they contain KV cache bytes.
+    """Calls between the transfer services of two workers. No method is declared here, because messages
+    with KV cache bytes are not protobuf; kvtransfer/ registers these streams:
 
     `/baton.v1.KvTransfer/Push` transfers one handoff: the sender writes raw frames, the receiver
-    writes PushReply messages; kvtransfer/frames.py defines the frames. The first frame is an open
-    with a PushOpen as payload. A data frame carries handoff, epoch, layer, block range and checksum.
+    writes HandoffReply messages; kvtransfer/frames.py defines the frames. The first frame is an open
+    with a HandoffOpen as payload. A data frame carries handoff, epoch, layer, block range and checksum.
     The commit frame carries the totals. With a transport other than gRPC, data frames contain a
     reference instead of the bytes, which the receiver reads by that transport.
 
@@ -46,20 +45,15 @@ class KvTransferStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Describe = channel.unary_unary(
-                '/baton.v1.KvTransfer/Describe',
-                request_serializer=baton_dot_v1_dot_kv__transfer__pb2.DescribeRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_kv__transfer__pb2.DescribeResponse.FromString,
-                _registered_method=True)
 
 
 class KvTransferServicer:
-    """Calls between the transfer services of two workers. Beside the methods below, the service has two
-    streams with messages that are not protobuf where they contain KV cache bytes.
+    """Calls between the transfer services of two workers. No method is declared here, because messages
+    with KV cache bytes are not protobuf; kvtransfer/ registers these streams:
 
     `/baton.v1.KvTransfer/Push` transfers one handoff: the sender writes raw frames, the receiver
-    writes PushReply messages; kvtransfer/frames.py defines the frames. The first frame is an open
-    with a PushOpen as payload. A data frame carries handoff, epoch, layer, block range and checksum.
+    writes HandoffReply messages; kvtransfer/frames.py defines the frames. The first frame is an open
+    with a HandoffOpen as payload. A data frame carries handoff, epoch, layer, block range and checksum.
     The commit frame carries the totals. With a transport other than gRPC, data frames contain a
     reference instead of the bytes, which the receiver reads by that transport.
 
@@ -68,22 +62,9 @@ class KvTransferServicer:
     stream.
     """
 
-    def Describe(self, request, context):
-        """Describes what this receiver accepts, for operators, and for senders before they open a
-        handoff.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_KvTransferServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Describe': grpc.unary_unary_rpc_method_handler(
-                    servicer.Describe,
-                    request_deserializer=baton_dot_v1_dot_kv__transfer__pb2.DescribeRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_kv__transfer__pb2.DescribeResponse.SerializeToString,
-            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'baton.v1.KvTransfer', rpc_method_handlers)
@@ -93,12 +74,12 @@ def add_KvTransferServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KvTransfer:
-    """Calls between the transfer services of two workers. Beside the methods below, the service has two
-    streams with messages that are not protobuf where they contain KV cache bytes.
+    """Calls between the transfer services of two workers. No method is declared here, because messages
+    with KV cache bytes are not protobuf; kvtransfer/ registers these streams:
 
     `/baton.v1.KvTransfer/Push` transfers one handoff: the sender writes raw frames, the receiver
-    writes PushReply messages; kvtransfer/frames.py defines the frames. The first frame is an open
-    with a PushOpen as payload. A data frame carries handoff, epoch, layer, block range and checksum.
+    writes HandoffReply messages; kvtransfer/frames.py defines the frames. The first frame is an open
+    with a HandoffOpen as payload. A data frame carries handoff, epoch, layer, block range and checksum.
     The commit frame carries the totals. With a transport other than gRPC, data frames contain a
     reference instead of the bytes, which the receiver reads by that transport.
 
@@ -106,30 +87,3 @@ class KvTransfer:
     backend: the sender dials, both sides send LinkMessages, and the group lives as long as the
     stream.
     """
-
-    @staticmethod
-    def Describe(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.KvTransfer/Describe',
-            baton_dot_v1_dot_kv__transfer__pb2.DescribeRequest.SerializeToString,
-            baton_dot_v1_dot_kv__transfer__pb2.DescribeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)

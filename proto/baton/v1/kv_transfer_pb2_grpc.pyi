@@ -9,7 +9,6 @@ never reused; each retry has a higher *epoch*. Its bytes are layers x blocks, in
 that belongs to exactly one (handoff, epoch).
 """
 
-from baton.v1 import kv_transfer_pb2 as _kv_transfer_pb2
 from collections import abc as _abc
 from grpc import aio as _aio
 import abc as _abc_1
@@ -33,12 +32,12 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class KvTransferStub:
-    """Calls between the transfer services of two workers. Beside the methods below, the service has two
-    streams with messages that are not protobuf where they contain KV cache bytes.
+    """Calls between the transfer services of two workers. No method is declared here, because messages
+    with KV cache bytes are not protobuf; kvtransfer/ registers these streams:
 
     `/baton.v1.KvTransfer/Push` transfers one handoff: the sender writes raw frames, the receiver
-    writes PushReply messages; kvtransfer/frames.py defines the frames. The first frame is an open
-    with a PushOpen as payload. A data frame carries handoff, epoch, layer, block range and checksum.
+    writes HandoffReply messages; kvtransfer/frames.py defines the frames. The first frame is an open
+    with a HandoffOpen as payload. A data frame carries handoff, epoch, layer, block range and checksum.
     The commit frame carries the totals. With a transport other than gRPC, data frames contain a
     reference instead of the bytes, which the receiver reads by that transport.
 
@@ -51,19 +50,15 @@ class KvTransferStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> KvTransferAsyncStub: ...
-    Describe: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.DescribeRequest, _kv_transfer_pb2.DescribeResponse]
-    """Describes what this receiver accepts, for operators, and for senders before they open a
-    handoff.
-    """
 
 @_typing.type_check_only
 class KvTransferAsyncStub(KvTransferStub):
-    """Calls between the transfer services of two workers. Beside the methods below, the service has two
-    streams with messages that are not protobuf where they contain KV cache bytes.
+    """Calls between the transfer services of two workers. No method is declared here, because messages
+    with KV cache bytes are not protobuf; kvtransfer/ registers these streams:
 
     `/baton.v1.KvTransfer/Push` transfers one handoff: the sender writes raw frames, the receiver
-    writes PushReply messages; kvtransfer/frames.py defines the frames. The first frame is an open
-    with a PushOpen as payload. A data frame carries handoff, epoch, layer, block range and checksum.
+    writes HandoffReply messages; kvtransfer/frames.py defines the frames. The first frame is an open
+    with a HandoffOpen as payload. A data frame carries handoff, epoch, layer, block range and checksum.
     The commit frame carries the totals. With a transport other than gRPC, data frames contain a
     reference instead of the bytes, which the receiver reads by that transport.
 
@@ -73,18 +68,14 @@ class KvTransferAsyncStub(KvTransferStub):
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Describe: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.DescribeRequest, _kv_transfer_pb2.DescribeResponse]  # type: ignore[assignment]
-    """Describes what this receiver accepts, for operators, and for senders before they open a
-    handoff.
-    """
 
 class KvTransferServicer(metaclass=_abc_1.ABCMeta):
-    """Calls between the transfer services of two workers. Beside the methods below, the service has two
-    streams with messages that are not protobuf where they contain KV cache bytes.
+    """Calls between the transfer services of two workers. No method is declared here, because messages
+    with KV cache bytes are not protobuf; kvtransfer/ registers these streams:
 
     `/baton.v1.KvTransfer/Push` transfers one handoff: the sender writes raw frames, the receiver
-    writes PushReply messages; kvtransfer/frames.py defines the frames. The first frame is an open
-    with a PushOpen as payload. A data frame carries handoff, epoch, layer, block range and checksum.
+    writes HandoffReply messages; kvtransfer/frames.py defines the frames. The first frame is an open
+    with a HandoffOpen as payload. A data frame carries handoff, epoch, layer, block range and checksum.
     The commit frame carries the totals. With a transport other than gRPC, data frames contain a
     reference instead of the bytes, which the receiver reads by that transport.
 
@@ -93,14 +84,6 @@ class KvTransferServicer(metaclass=_abc_1.ABCMeta):
     stream.
     """
 
-    @_abc_1.abstractmethod
-    def Describe(
-        self,
-        request: _kv_transfer_pb2.DescribeRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_kv_transfer_pb2.DescribeResponse, _abc.Awaitable[_kv_transfer_pb2.DescribeResponse]]:
-        """Describes what this receiver accepts, for operators, and for senders before they open a
-        handoff.
-        """
+    ...
 
 def add_KvTransferServicer_to_server(servicer: KvTransferServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -6,7 +6,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.kvtransfer.stages import stage_of, whole_model
+from baton.kvtransfer.pipeline_stages import stage_of, whole_model
 from baton.runtime.kv_groups import KvGroup
 
 KINDS = [

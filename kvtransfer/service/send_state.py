@@ -1,4 +1,4 @@
-"""The sender's data of a handoff: states, limits, effects. service/sender.py is the machine."""
+"""The sender's data of a handoff: states, limits, effects. sender.py is the machine."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Extent
-from baton.kvtransfer.frames import FrameKind, Totals
+from baton.kvtransfer.frames import Totals
+from baton.kvtransfer.transports.outgoing import OutgoingBlocks, OutgoingFrame
 from baton.v1 import kv_transfer_pb2 as pb
 
 
@@ -58,7 +58,7 @@ class SenderLimits:
             already writes the next handoff. Longer than these steps take.
         writer_timeout_s: Longest time for which the extent of a failed send stays reserved. The
             engine is not told of the failure, so the extent is freed by an abort or by the last
-            frame of every rank. Longer than any request.
+            frame of every rank that sends. Longer than any request.
         max_sends: Most sends at a time.
     """
 
@@ -88,7 +88,7 @@ class NotReserved:
 
 
 @dataclass(frozen=True, slots=True)
-class StartPush:
+class StartStream:
     """Effect: dial the target; then take batches with `next_batch`."""
 
     handoff_id: bytes
@@ -103,8 +103,8 @@ class Wake:
 
 
 @dataclass(frozen=True, slots=True)
-class StopPush:
-    """Effect: end the push, after writing `farewell` when there is one."""
+class StopStream:
+    """Effect: end the stream, after writing `farewell` when there is one."""
 
     handoff_id: bytes
     farewell: bytes | None = None
@@ -129,65 +129,7 @@ class Ended:
     exposed_s: float
 
 
-Effect = Reserved | NotReserved | StartPush | Wake | StopPush | Ended
-
-
-@dataclass(frozen=True, slots=True)
-class Outgoing:
-    """A frame to send now. The payload is staging: copy it before anything else can happen."""
-
-    header: bytes
-    payload: memoryview
-
-
-@dataclass(frozen=True, slots=True)
-class OutgoingBlocks:
-    """A run of blocks of one layer of one rank that leaves now.
-
-    Attributes:
-        checksum: XXH3-64 of the bytes.
-        offset: Where the bytes are in the sender's segment.
-        payload: The bytes, a view of the segment.
-    """
-
-    handoff_id: bytes
-    epoch: int
-    rank: int
-    layer: int
-    first_block: int
-    num_blocks: int
-    checksum: int
-    offset: int
-    payload: memoryview
-
-    def data_frame(self) -> Outgoing:
-        """Returns the frame that carries the bytes."""
-        header = frames.encode_header(
-            FrameKind.DATA,
-            self.handoff_id,
-            self.epoch,
-            rank=self.rank,
-            layer=self.layer,
-            first_block=self.first_block,
-            num_blocks=self.num_blocks,
-            payload_bytes=len(self.payload),
-            payload_checksum=self.checksum,
-        )
-        return Outgoing(header, self.payload)
-
-    def reference(self) -> Outgoing:
-        """Returns the frame that says where the bytes are in the sender's segment."""
-        reference = frames.encode_reference(
-            self.handoff_id,
-            self.epoch,
-            self.offset,
-            rank=self.rank,
-            layer=self.layer,
-            first_block=self.first_block,
-            num_blocks=self.num_blocks,
-            blocks_checksum=self.checksum,
-        )
-        return Outgoing(reference, memoryview(b""))
+Effect = Reserved | NotReserved | StartStream | Wake | StopStream | Ended
 
 
 class SenderTransports(Protocol):
@@ -197,7 +139,7 @@ class SenderTransports(Protocol):
         """Returns the offers for an epoch to a target, best first, without those tried."""
         ...
 
-    def frame(self, transport: str, blocks: OutgoingBlocks) -> Outgoing:
+    def frame(self, transport: str, blocks: OutgoingBlocks) -> OutgoingFrame:
         """Returns the frame by which a transport carries a run of blocks."""
         ...
 
@@ -216,10 +158,10 @@ class SenderStatistics:
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
-    """A run of blocks that waits to be sent; with num_blocks 0, the end of a rank's part."""
+class FilledRun:
+    """A run of blocks that waits to be sent; with num_blocks 0, the end of a shard."""
 
-    rank: int
+    shard: int
     layer: int = 0
     first_block: int = 0
     num_blocks: int = 0
@@ -256,7 +198,7 @@ class Send:
     last_filled_at: float = 0.0
     open_due: bool = False
     num_commits: int = 0
-    filled: list[Filled] = field(default_factory=list)
+    filled: list[FilledRun] = field(default_factory=list)
     num_sent: int = 0
     num_frames: int = 0
     num_fallbacks: int = 0

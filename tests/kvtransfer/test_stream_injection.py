@@ -10,13 +10,13 @@ from raw_sender import dialled
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import MAX_TEXT_CHARS
 from baton.kvtransfer.frames import FrameKind
-from baton.kvtransfer.service.push_stream import MAX_UNREAD_REPLIES
+from baton.kvtransfer.service.grpc_stream import MAX_UNREAD_REPLIES
 from baton.v1 import kv_transfer_pb2 as pb
 
 OPENED, DONE, REFUSED = (
-    pb.PushReply.KIND_OPENED,
-    pb.PushReply.KIND_COMMITTED,
-    pb.PushReply.KIND_REFUSED,
+    pb.HandoffReply.KIND_OPENED,
+    pb.HandoffReply.KIND_COMMITTED,
+    pb.HandoffReply.KIND_REFUSED,
 )
 
 
@@ -163,7 +163,7 @@ async def test_opens_with_wrong_fields_are_refused(dial, receiver):
         "num_blocks": {"num_blocks": 2**31},
     }
     async with dial() as raw:
-        wrong = pb.PushOpen(handoff_id=raw.handoff.handoff_id, epoch=1)
+        wrong = pb.HandoffOpen(handoff_id=raw.handoff.handoff_id, epoch=1)
         await raw.send(frames.encode_open(wrong))
         assert "num_blocks is 0" in (await raw.reply()).detail
     for words, lie in lies.items():

@@ -1,4 +1,4 @@
-"""The push as a gRPC stream, `/baton.v1.KvTransfer/Push`: raw frames up, PushReply down."""
+"""The stream of a handoff by gRPC (HANDOFF_METHOD): raw frames up, HandoffReply down."""
 
 from __future__ import annotations
 
@@ -12,41 +12,45 @@ import grpc
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import MalformedFrame
-from baton.kvtransfer.push import PUSH_METHOD, SERVICE, PushHandler, PushLost
-from baton.kvtransfer.sending import Outgoing
+from baton.kvtransfer.grpc_methods import HANDOFF_METHOD, HANDOFF_NAME, SERVICE
+from baton.kvtransfer.service.handoff_stream import StreamHandler, StreamLost
+from baton.kvtransfer.transports.outgoing import OutgoingFrame
 from baton.runtime import rpc
 from baton.runtime.dial import PLAIN, Dial
-from baton.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
+from baton.v1 import kv_transfer_pb2
 
 logger = logging.getLogger(__name__)
 
-# Number of channels kept to peers that receive no push at the moment.
+# Number of channels kept to peers that receive no stream at the moment.
 MAX_IDLE_CHANNELS = 64
-# Most replies that a push keeps for a sender that does not read them; a correct sender gets a few.
+# Most replies kept for a sender that does not read them; a correct sender gets a few.
 MAX_UNREAD_REPLIES = 256
 # Longest wait until gRPC takes a reply, which it does at once for a sender that reads.
 WRITE_TIMEOUT_S = 30.0
-# Time in which a client must read the last reply of a push and end its side.
+# Time in which a client must read the last reply of a stream and end its side.
 END_GRACE_S = 2.0
-# Time in which the pushes of a replaced connection must end.
+# Time in which the streams of a replaced connection must end.
 RENEW_GRACE_S = 120.0
 
 
-class GrpcPush:
-    """The sending end of a push. It holds the call: gRPC cancels an unreferenced call silently."""
+class GrpcOutgoingStream:
+    """The sending end of a stream.
+
+    It holds the call, because gRPC silently cancels a call that nothing refers to.
+    """
 
     def __init__(self, call: Any, on_end: Callable[[], None]) -> None:
         self._call, self._cancelled = call, False
         call.add_done_callback(lambda _: on_end())
 
-    async def send(self, batch: Sequence[Outgoing]) -> None:
+    async def send(self, batch: Sequence[OutgoingFrame]) -> None:
         parts = [part for frame in batch for part in (frame.header, frame.payload)]
         message = b"".join(parts)
         await self._during(self._call.write(message))
 
-    async def receive(self) -> kv_transfer_pb2.PushReply | None:
+    async def receive(self) -> kv_transfer_pb2.HandoffReply | None:
         reply = await self._during(self._call.read())
-        return reply if isinstance(reply, kv_transfer_pb2.PushReply) else None
+        return reply if isinstance(reply, kv_transfer_pb2.HandoffReply) else None
 
     async def finish(self) -> None:
         await self._during(self._call.done_writing())
@@ -56,52 +60,52 @@ class GrpcPush:
         self._call.cancel()
 
     async def _during(self, operation: Awaitable[Any]) -> Any:
-        """Maps each error by which gRPC reports an ended call to PushLost."""
+        """Maps each error by which gRPC reports an ended call to StreamLost."""
         try:
             return await operation
         except grpc.aio.AioRpcError as error:
             code, details = error.code().name, error.details()
-            raise PushLost(f"{code}: {details}") from None
+            raise StreamLost(f"{code}: {details}") from None
         except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
-            raise PushLost("the call has ended") from None
+            raise StreamLost("the call has ended") from None
         except asyncio.CancelledError:
             # gRPC raises this for a cancelled call too; only a cancelled task must re-raise it.
             task = asyncio.current_task()
             if not self._cancelled or (task is not None and task.cancelling()):
                 raise
-            raise PushLost("the call was cancelled") from None
+            raise StreamLost("the call was cancelled") from None
 
 
-class GrpcPushDialer:
-    """Opens pushes. Keeps the channels that pushes use, and MAX_IDLE_CHANNELS beyond those.
+class GrpcStreamDialer:
+    """Opens streams. Keeps the channels that streams use, and MAX_IDLE_CHANNELS beyond those.
 
     Args:
-        num_connections: Most connections to one target; a push takes the least used one.
-        dial: Credentials; a push that begins after their files changed uses a new connection.
+        num_connections: Most connections to one target; a stream takes the least used one.
+        dial: Credentials; a stream that begins after their files changed uses a new connection.
     """
 
     def __init__(self, num_connections: int = 1, dial: Dial = PLAIN) -> None:
         self._num_connections, self._dial, self._version = num_connections, dial, dial.version
         self._channels: OrderedDict[tuple[str, int], grpc.aio.Channel] = OrderedDict()
-        self._num_pushes: Counter[tuple[str, int]] = Counter()
+        self._num_streams: Counter[tuple[str, int]] = Counter()
         self._closing: set[asyncio.Task[None]] = set()
 
-    def open_push(self, target: str) -> GrpcPush:
+    def open_stream(self, target: str) -> GrpcOutgoingStream:
         self._renew()
         keys = [(target, number) for number in range(self._num_connections)]
-        key = min(keys, key=self._num_pushes.__getitem__)
+        key = min(keys, key=self._num_streams.__getitem__)
         channel = self._channels.get(key)
         if channel is None:
             channel = rpc.channel(target, max_message_bytes=rpc.MAX_FRAME_BYTES, dial=self._dial)
             self._channels[key] = channel
         self._channels.move_to_end(key)
-        self._num_pushes[key] += 1
+        self._num_streams[key] += 1
         call: Any = channel.stream_stream(
-            PUSH_METHOD,
+            HANDOFF_METHOD,
             request_serializer=None,
-            response_deserializer=kv_transfer_pb2.PushReply.FromString,
+            response_deserializer=kv_transfer_pb2.HandoffReply.FromString,
         )(metadata=self._dial.metadata())
-        return GrpcPush(call, lambda: self._ended(key))
+        return GrpcOutgoingStream(call, lambda: self._ended(key))
 
     async def close(self) -> None:
         channels = list(self._channels.values())
@@ -111,7 +115,7 @@ class GrpcPushDialer:
     def _renew(self) -> None:
         """Closes the connections made with older credential files.
 
-        Their pushes go on: closing a channel waits for its pushes.
+        Their streams go on: closing a channel waits for its streams.
         """
         if self._version == (version := self._dial.version):
             return
@@ -126,16 +130,16 @@ class GrpcPushDialer:
         task.add_done_callback(self._closing.discard)
 
     def _ended(self, key: tuple[str, int]) -> None:
-        self._num_pushes[key] -= 1
-        if not self._num_pushes[key]:
-            del self._num_pushes[key]
-        idle = [each for each in self._channels if each not in self._num_pushes]
+        self._num_streams[key] -= 1
+        if not self._num_streams[key]:
+            del self._num_streams[key]
+        idle = [each for each in self._channels if each not in self._num_streams]
         for each in idle[: max(0, len(idle) - MAX_IDLE_CHANNELS)]:
             self._close(self._channels.pop(each))
 
 
-class GrpcIncomingPush:
-    """The receiving end of one push; the stream's own task writes the replies.
+class GrpcIncomingStream:
+    """The receiving end of one stream; the stream's own task writes the replies.
 
     Attributes:
         sender: Address of the sender's connection, as gRPC names it.
@@ -144,7 +148,7 @@ class GrpcIncomingPush:
 
     def __init__(self, sender: str) -> None:
         self.sender = sender
-        self._replies: deque[kv_transfer_pb2.PushReply] = deque()
+        self._replies: deque[kv_transfer_pb2.HandoffReply] = deque()
         self._changed = asyncio.Event()
         self.ending = False
 
@@ -153,7 +157,7 @@ class GrpcIncomingPush:
         """Whether so many replies wait that the sender must not cause another one."""
         return len(self._replies) >= MAX_UNREAD_REPLIES
 
-    def reply(self, reply: kv_transfer_pb2.PushReply) -> None:
+    def reply(self, reply: kv_transfer_pb2.HandoffReply) -> None:
         self._replies.append(reply)
         self._changed.set()
 
@@ -161,8 +165,8 @@ class GrpcIncomingPush:
         self.ending = True
         self._changed.set()
 
-    async def replies(self) -> AsyncIterator[kv_transfer_pb2.PushReply]:
-        """Yields the replies in order until the push ends."""
+    async def replies(self) -> AsyncIterator[kv_transfer_pb2.HandoffReply]:
+        """Yields the replies in order until the stream ends."""
         while True:
             while self._replies:
                 yield self._replies.popleft()
@@ -172,81 +176,67 @@ class GrpcIncomingPush:
             await self._changed.wait()
 
 
-class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
-    """Serves Describe and Push.
+class HandoffServicer:
+    """Serves the streams of incoming handoffs.
 
     Args:
         handler: The transfer service, which takes the frames.
-        describe: Returns the answer to Describe; None while the service is not configured.
     """
 
-    def __init__(
-        self,
-        handler: PushHandler,
-        describe: Callable[[], kv_transfer_pb2.DescribeResponse | None],
-    ) -> None:
-        self._handler, self._describe = handler, describe
+    def __init__(self, handler: StreamHandler) -> None:
+        self._handler = handler
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Adds the methods to a server that has not started yet."""
-        kv_transfer_pb2_grpc.add_KvTransferServicer_to_server(self, server)
-        push: Any = grpc.stream_stream_rpc_method_handler(
-            self._push,
+        """Adds the method to a server that has not started yet."""
+        method: Any = grpc.stream_stream_rpc_method_handler(
+            self._serve,
             request_deserializer=None,
-            response_serializer=kv_transfer_pb2.PushReply.SerializeToString,
+            response_serializer=kv_transfer_pb2.HandoffReply.SerializeToString,
         )
         server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(SERVICE, {"Push": push}),)
+            (grpc.method_handlers_generic_handler(SERVICE, {HANDOFF_NAME: method}),)
         )
 
-    async def Describe(
-        self,
-        request: kv_transfer_pb2.DescribeRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
-    ) -> kv_transfer_pb2.DescribeResponse:
-        response = self._describe()
-        if response is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is not ready yet")
-        return response
-
-    async def _push(
+    async def _serve(
         self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        push = GrpcIncomingPush(context.peer())
-        stream = self._handler.push_started(push)
-        reader = asyncio.create_task(self._read(stream, messages, push))
+        stream = GrpcIncomingStream(context.peer())
+        number = self._handler.stream_started(stream)
+        reader = asyncio.create_task(self._read(number, messages, stream))
         try:
-            async for reply in push.replies():
+            async for reply in stream.replies():
                 async with asyncio.timeout(WRITE_TIMEOUT_S):
                     await context.write(reply)
             # If the server ended the call while the client writes, the client would see an internal
             # error and lose the last reply. So the client reads the reply and ends its side first.
             await asyncio.wait([reader], timeout=END_GRACE_S)
         except TimeoutError:
-            logger.info("a push is ended: %s does not read its replies", push.sender)
+            logger.info(
+                "the stream of a handoff is ended: %s does not read its replies", stream.sender
+            )
         finally:
             # Nothing here may wait: when a peer dies, gRPC ends the stream and cancels the call, so
             # it may cancel this task a second time.
-            push.end()
+            stream.end()
             reader.cancel()
-            self._handler.push_ended(stream)
+            self._handler.stream_ended(number)
 
     async def _read(
-        self, stream: int, messages: AsyncIterator[bytes], push: GrpcIncomingPush
+        self, number: int, messages: AsyncIterator[bytes], stream: GrpcIncomingStream
     ) -> None:
         try:
             async for message in messages:
-                if push.ending:
+                if stream.ending:
                     continue
                 try:
                     for frame in frames.decode(message):
-                        self._handler.push_frame(stream, frame)
-                        if push.is_full:
-                            push.end()
+                        self._handler.stream_frame(number, frame)
+                        if stream.is_full:
+                            stream.end()
                             break
                 except MalformedFrame as error:
-                    self._handler.push_malformed(stream, error)
+                    self._handler.stream_malformed(number, error)
         except Exception:
-            logger.exception("push stream failed")
+            logger.exception("the stream of a handoff failed")
         finally:
-            push.end()
+            stream.end()

@@ -1,4 +1,4 @@
-"""The receiver's data of a handoff: states, limits, effects. service/receiver.py is the machine."""
+"""The receiver's data of a handoff: states, limits, effects. receiver.py is the machine."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from google.protobuf.message import DecodeError
-
 from baton.kvtransfer.arena import Extent
-from baton.kvtransfer.errors import MalformedFrame
-from baton.kvtransfer.frames import MAX_OPEN_BYTES, Frame, Totals, verify
+from baton.kvtransfer.frames import Totals
 from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.transports.negotiation import Choice
+from baton.kvtransfer.transports.transport import Pull
 from baton.v1 import kv_transfer_pb2 as pb
 
 
@@ -42,25 +41,7 @@ TRANSITIONS: dict[ReceiveState, frozenset[ReceiveState]] = {
     _S.FAILED: frozenset(),
 }
 _NO_TOTALS = Totals()
-# Largest number of transports in an open. Baton has fewer transports.
-MAX_OFFERS = 16
 SENDER_AT_WORK = frozenset({_S.QUEUED, _S.RECEIVING, _S.INTERRUPTED})
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The transport that the receiver takes for an epoch.
-
-    Attributes:
-        transport: Name of the transport.
-        reason: Why no better one was taken; empty when it is the best.
-        source_bytes: Size of the sender's memory that references of the epoch may name; 0 when the
-            transport has no references.
-    """
-
-    transport: str
-    reason: str = ""
-    source_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +52,7 @@ class ReceiverLimits:
         max_wait_s: Longest wait for staging, whatever the sender allows.
         idle_timeout_s: Longest RECEIVING without a frame or the end of a pull.
         commit_ttl_s: Longest COMMITTED without a claim.
-        claim_timeout_s: Longest CLAIMED, from each rank's claim.
+        claim_timeout_s: Longest CLAIMED, from each claim of a shard.
         retry_timeout_s: Longest INTERRUPTED, until the next epoch is opened.
         max_queued: Most handoffs that wait for staging.
         max_tombstones: Most ended handoffs that are remembered.
@@ -91,7 +72,7 @@ class Reply:
     """Effect: write a reply to a stream. A refusal of the stream's handoff also ends the stream."""
 
     stream: int
-    kind: pb.PushReply.Kind.ValueType
+    kind: pb.HandoffReply.Kind.ValueType
     handoff_id: bytes
     epoch: int
     reason: pb.RefusalReason.ValueType = pb.REFUSAL_REASON_UNSPECIFIED
@@ -126,7 +107,7 @@ class Changed:
     """Effect: tell subscribers a handoff's new state.
 
     Attributes:
-        stream: Number of the push that carried the latest open; None before the first open.
+        stream: Number of the stream that carried the latest open; None before the first open.
     """
 
     handoff_id: bytes
@@ -141,25 +122,6 @@ class Changed:
     num_shards: int = 0
     has_draft: bool = False
     stream: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Pull:
-    """Effect: read bytes from the sender's memory into staging, and tell how that ended.
-
-    Attributes:
-        serial: Number of the pull, unique in this service.
-        stream: The push that carried the reference; its transport reads.
-        source: Offset of the bytes in the sender's memory.
-        target: Offset of the bytes in this service's segment.
-        num_bytes: Number of bytes.
-    """
-
-    serial: int
-    stream: int
-    source: int
-    target: int
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +147,7 @@ class ReceiverStatistics:
 
 
 @dataclass(slots=True)
-class RankPart:
+class ShardProgress:
     """The frames of one of the sender's shards that arrived in the current epoch.
 
     Attributes:
@@ -194,9 +156,9 @@ class RankPart:
             number of blocks, and only staging limits how many handoffs have that many.
         num_seen: Number of blocks that have arrived.
         num_pulls: Number of pulls of the epoch that have not ended.
-        promised: Totals of the rank's commit, once that has come. It counts when no pull is
+        promised: Totals of the shard's commit, once that has come. It counts when no pull is
             outstanding.
-        in_order: The frames in the order of a claim, once a rank has claimed the part.
+        in_order: The frames in the order of a claim, once a rank has claimed the shard.
     """
 
     seen: bytearray = field(default_factory=bytearray)
@@ -218,9 +180,9 @@ class Handoff:
     An extent that is given up while pulls may write to it belongs to those pulls (pulls.py).
 
     Attributes:
-        stream: Number of the push that carries it; None once that has ended.
-        last_stream: The same, also after the push has ended.
-        ranks: The parts of the sender's shards.
+        stream: Number of the stream that carries it; None once that has ended.
+        last_stream: The same, also after the stream has ended.
+        shards: What has arrived of each of the sender's shards.
         layout: Layout of the handoff: of this cache, with the sender's draft and number of shards.
         problem: Why the epoch was interrupted.
     """
@@ -233,7 +195,7 @@ class Handoff:
     num_bytes: int
     state: ReceiveState
     deadline: float
-    ranks: list[RankPart]
+    shards: list[ShardProgress]
     choice: Choice
     layout: KvLayout
     extent: Extent | None = None
@@ -261,22 +223,3 @@ def changed(
         bool(handoff.layout.draft_groups),
         handoff.last_stream,
     )
-
-
-def parse_open(frame: Frame) -> pb.PushOpen:
-    """Returns the message of an open frame. Raises MalformedFrame."""
-    if len(frame.payload) > MAX_OPEN_BYTES:
-        raise MalformedFrame(f"open of {len(frame.payload)} bytes; at most {MAX_OPEN_BYTES}")
-    if not verify(frame):
-        raise MalformedFrame("the open was altered", pb.REFUSAL_REASON_CHECKSUM)
-    try:
-        opened = pb.PushOpen.FromString(bytes(frame.payload))
-    except DecodeError as error:
-        raise MalformedFrame(f"the open's payload is not a PushOpen: {error}") from None
-    if opened.handoff_id != frame.handoff_id or opened.epoch != frame.epoch:
-        raise MalformedFrame("the open's payload names another handoff than its header")
-    if opened.num_blocks < 1:
-        raise MalformedFrame("num_blocks is 0; must be at least 1")
-    if len(opened.offers) > MAX_OFFERS:
-        raise MalformedFrame(f"{len(opened.offers)} offers; at most {MAX_OFFERS}")
-    return opened

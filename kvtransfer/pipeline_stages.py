@@ -16,7 +16,7 @@ from baton.runtime.kv_groups import KvGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PipelineStage:
     """A pipeline stage.
 
     Attributes:
@@ -44,7 +44,7 @@ def whole_model(stages: Sequence[Sequence[KvGroup]]) -> list[KvGroup]:
     return [replace(kind, num_layers=number) for kind, number in found.items()]
 
 
-def stage_of(stages: Sequence[Sequence[KvGroup]], index: int) -> Stage:
+def stage_of(stages: Sequence[Sequence[KvGroup]], index: int) -> PipelineStage:
     """Returns a stage with the indices of its layers.
 
     Args:
@@ -63,7 +63,7 @@ def stage_of(stages: Sequence[Sequence[KvGroup]], index: int) -> Stage:
     for group in stages[index]:
         first = firsts[_without_number(group)]
         layers += range(first, first + group.num_layers)
-    return Stage(index, layers)
+    return PipelineStage(index, layers)
 
 
 def _without_number(group: KvGroup) -> KvGroup:
