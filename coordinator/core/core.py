@@ -322,7 +322,11 @@ class Core:
     @property
     def longest_gap_s(self) -> float | None:
         """Longest gap that the workers keep; None: no ITL target, or vLLM's scheduler."""
-        return self._steps.longest_gap_s
+        return self.placers.longest_gap_s
+
+    def gap_target_s(self, lane: common_pb2.Lane.ValueType) -> float | None:
+        """Target of a single gap between a lane's tokens; None: the lane has no ITL target."""
+        return self._lifecycle.gap_target_s(lane)
 
     @property
     def gap_reason(self) -> str:

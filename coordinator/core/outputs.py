@@ -181,6 +181,8 @@ class _Step:
             recent.lanes[lane].itl.observe(gap_s, count)
             target_s = self.lifecycle.targets.of_lane(lane).itl_s
             is_slow |= target_s is not None and gap_s > target_s
+            if (gap_target_s := self.lifecycle.gap_target_s(lane)) is not None:
+                stats.lanes[lane].gap_ratio.observe(gap_s / gap_target_s, count)
         if is_slow:
             self._remember()
 

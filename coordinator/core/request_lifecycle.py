@@ -129,6 +129,13 @@ class RequestLifecycle:
         """Returns the attached worker of a key, or None."""
         return self._workers.get(key)
 
+    def gap_target_s(self, lane: common_pb2.Lane.ValueType) -> float | None:
+        """Target of a single gap between a lane's tokens; None: the lane has no ITL target."""
+        itl_s = self.targets.of_lane(lane).itl_s
+        if itl_s is None or lane != common_pb2.LANE_INTERACTIVE:
+            return itl_s
+        return max(itl_s, self._placers.longest_gap_s or 0.0)
+
     # ---- Admission and attempts
 
     def admit(

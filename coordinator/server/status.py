@@ -160,7 +160,7 @@ def _lane(
         found.ttft_attained = 1 - window.late.num / window.ttft_ratio.num
     if window.itl.num and target.itl_s is not None:
         found.itl_attained = 1 - window.itl.num_over(target.itl_s) / window.itl.num
-    gap_s = _gap_limit_s(core, lane)
+    gap_s = core.gap_target_s(lane)
     if gap_s is not None:
         if lane == common_pb2.LANE_INTERACTIVE and core.longest_gap_s is not None:
             found.targets.longest_gap_ms = round(gap_s * 1e3, 3)
@@ -218,17 +218,9 @@ def _worker(worker: Worker, now: float, config: BatonConfig) -> admin_pb2.Worker
     )
 
 
-def _gap_limit_s(core: Core, lane: common_pb2.Lane.ValueType) -> float | None:
-    """Target of a single gap between a lane's tokens; None: the lane has no ITL target."""
-    itl_s = core.targets.of_lane(lane).itl_s
-    if itl_s is None or lane != common_pb2.LANE_INTERACTIVE:
-        return itl_s
-    return max(itl_s, core.longest_gap_s or 0.0)
-
-
 def _decode(window: Window, core: Core) -> admin_pb2.DecodeStatus:
     itl_s = core.targets.of_lane(common_pb2.LANE_INTERACTIVE).itl_s
-    gap_s = _gap_limit_s(core, common_pb2.LANE_INTERACTIVE)
+    gap_s = core.gap_target_s(common_pb2.LANE_INTERACTIVE)
     p50, p95 = window.batch.percentiles_s((50, 95))
     return admin_pb2.DecodeStatus(
         steps=percentiles(window.steps),
