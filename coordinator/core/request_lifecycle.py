@@ -34,7 +34,7 @@ from baton.coordinator.state.requests import (
     WorkerKey,
 )
 from baton.coordinator.state.session_blocks import SessionBlocks
-from baton.coordinator.state.slow_steps import Stall
+from baton.coordinator.state.slow_steps import SlowStep, Stall
 from baton.coordinator.state.timers import Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.coordinator.telemetry.budget import stages_until
@@ -301,9 +301,7 @@ class RequestLifecycle:
 
     def stalls(self, request: Request) -> tuple[Stall, ...]:
         """Returns the longest gaps between a request's tokens that exceed its target, up to now."""
-        worker = self._workers.get(request.decode)
-        target_s = self.targets.itl_s(request.submission)
-        return stalls(request, target_s, worker.slow_steps if worker is not None else ())
+        return stalls(request, self.targets.itl_s(request.submission), self._slow_steps)
 
     def charge(self, request: Request) -> None:
         """Charges the tenant for the tokens since the last charge and reserves KV room for more."""
@@ -640,6 +638,10 @@ class RequestLifecycle:
         work_s = self._placers.of(request.fleet).predictions.prefill_s(request)
         self.lanes.push(request, now, num_tokens, work_s)
 
+    def _slow_steps(self, key: WorkerKey | None) -> Sequence[SlowStep]:
+        worker = self._workers.get(key)
+        return worker.slow_steps if worker is not None else ()
+
     def _begin_again(
         self,
         request: Request,
@@ -650,7 +652,8 @@ class RequestLifecycle:
         """Ends a request's attempt and queues the request again with the tokens that it has."""
         if not request.interruptions or request.interruptions[-1].ended_at is not None:
             request.past_stages = stages_until(request, now)
-            request.interruptions.append(Interruption(stage, now))
+            before = request.decode, request.handoff_id
+            request.interruptions.append(Interruption(stage, now, *before))
         self._commands.cancel(request)
         self._release_attempt(request)
         request.prefill = request.decode = request.pass_through_from = None

@@ -327,10 +327,13 @@ class Interruption:
     """A time in which a request had no worker or waited for its next worker's first token.
 
     Times are seconds of the core's clock; `ended_at` is None while the interruption goes on.
+    `decode` and `handoff_id` are those of the attempt that it ended.
     """
 
     stage: common_pb2.Stage.ValueType
     began_at: float
+    decode: WorkerKey | None
+    handoff_id: bytes
     ended_at: float | None = None
 
 

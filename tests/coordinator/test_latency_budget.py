@@ -1,11 +1,13 @@
-"""Each attempt of a request has its own stages, with its own workers and their timings."""
+"""Each attempt of a request has its own stages and stalls, with its own workers and timings."""
 
 from __future__ import annotations
 
 import pytest
 
 from baton.coordinator.state import events as ev
+from baton.coordinator.state.slow_steps import Cause
 from baton.coordinator.telemetry.budget import latency_budget
+from baton.runtime.config import LaneTargetsConfig, NoTargetsConfig
 from baton.runtime.enum_names import enum_name
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -55,6 +57,11 @@ def decode_in_batch(world, out):
     world.step("d", out("r1", [8], offset=1, timings=HANDED))
     world.now += 0.02
     return to
+
+
+def causes(world) -> list[tuple[Cause, str]]:
+    """Causes and workers of the gaps over the target."""
+    return [(one.cause, one.worker_id) for one in world.core.stalls(world.core.request("r1"))]
 
 
 def park(world):
@@ -164,3 +171,26 @@ def test_a_resumed_output_waits_for_its_handoff_and_not_for_the_network(world, o
         ("network", 10, ""),
         ("decode", 20, "d"),
     ]
+
+
+@pytest.mark.parametrize("interrupt", [park, leave])
+def test_gaps_before_an_interruption_keep_their_causes(new_world, out, interrupt):
+    """The worker that caused the gaps is still attached, or it has left."""
+    targets = LaneTargetsConfig(batch=NoTargetsConfig(itl_ms=40))
+    world = new_world(targets=targets).pair()
+    decode_in_batch(world, out)
+    world.now += 0.08
+    world.step("d", out("r1", [9], offset=2))
+    before = [(Cause.HANDOFF, "d"), (Cause.BATCH, "d")]
+    assert causes(world) == before
+    interrupt(world)
+    if interrupt is leave:
+        # The steps of a worker that is gone are forgotten.
+        before[1] = (Cause.UNKNOWN, "d")
+    assert causes(world) == before
+    world.attach("d2", DECODE)
+    world.now += 1.0
+    world.step("p", out("r1", [7], finish=0, attempt=2))
+    name = world.core.request("r1").decode[0]
+    world.step(name, out("r1", [10], offset=3, attempt=2))
+    assert causes(world) == [*before, (Cause.PARKED, "")]
