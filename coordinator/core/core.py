@@ -315,6 +315,10 @@ class Core:
         """Returns the request that has waited longest in a lane since it ran last, or None."""
         return self._lifecycle.lanes.oldest(lane)
 
+    def queued_without_token(self, lane: common_pb2.Lane.ValueType) -> list[Request]:
+        """Returns the requests of a lane that wait and have no token yet."""
+        return self._lifecycle.lanes.without_token(lane)
+
     def step_targets(self) -> cluster_pb2.StepTargets:
         """Returns the targets of the workers' steps."""
         return to_message(self.placers.step_targets)

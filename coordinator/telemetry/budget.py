@@ -13,6 +13,8 @@ from baton.v1 import common_pb2
 
 # A stage, its duration in microseconds as a worker measured it, and the worker's ID.
 _Part: TypeAlias = "tuple[common_pb2.Stage.ValueType, int, str]"
+# Stages before a request's first attempt.
+_BEFORE_DISPATCH = (common_pb2.STAGE_TOKENIZE, common_pb2.STAGE_QUEUE)
 
 
 class _Timeline:
@@ -95,8 +97,19 @@ def stages_until(request: Request, now: float) -> list[StageSpan]:
 
 
 def ttft_stages(request: Request, now: float) -> list[tuple[common_pb2.Stage.ValueType, float]]:
-    """Returns the stages of the time to first token, in seconds; the first token comes at `now`."""
-    return [(one.stage, one.duration_us / 1e6) for one in stages_until(request, now)]
+    """Returns the stages of the time to first token, in seconds; the first token comes at `now`.
+
+    The time of an attempt that was lost before the first token counts as lost with it, whatever
+    the attempt did.
+    """
+    stages = stages_until(request, now)
+    if not request.interruptions:
+        return [(one.stage, one.duration_us / 1e6) for one in stages]
+    interruption = request.interruptions[-1].stage
+    return [
+        (one.stage if one.stage in _BEFORE_DISPATCH else interruption, one.duration_us / 1e6)
+        for one in stages
+    ]
 
 
 def _timeline(request: Request, ended_at: float) -> _Timeline:
