@@ -127,7 +127,7 @@ class TransferCore:
         try:
             reply = self._answer(connection, request)
         except TransferRefused as error:
-            reply = pb.LocalReply(error=str(error))
+            reply = pb.LocalReply(error=str(error), reason=error.reason)
         if reply is not None and request.call_id:
             reply.call_id = request.call_id
             connection.reply(reply)
@@ -298,8 +298,8 @@ class TransferCore:
                 case sending.Reserved(handoff_id, offset):
                     reply = pb.LocalReply(send_opened=pb.LocalSendOpened(offset=offset))
                     self._answer_open(handoff_id, reply)
-                case sending.NotReserved(handoff_id, detail):
-                    self._answer_open(handoff_id, pb.LocalReply(error=detail))
+                case sending.NotReserved(handoff_id, reason, detail):
+                    self._answer_open(handoff_id, pb.LocalReply(error=detail, reason=reason))
                 case sending.StartPush(handoff_id, target):
                     self._start_push(handoff_id, target)
                 case sending.StopPush(handoff_id, farewell):
