@@ -32,10 +32,13 @@ def top(
     """Watch the state of a cell live; q quits.
 
     The screen shows pools, lanes, latencies with their targets, workers and scale events. If
-    standard output is not a terminal, or cannot move its cursor, the state is printed once.
+    standard input or output is not a terminal, or cannot move its cursor, the state is printed
+    once.
     """
     addresses = options.resolve_addresses(address)
-    if once or not sys.stdout.isatty() or not sys.stdin.isatty():
+    # Standard input is None if the parent process has closed it.
+    has_keys = sys.stdin is not None and sys.stdin.isatty()
+    if once or not has_keys or not sys.stdout.isatty():
         interrupts.run(_once(addresses))
     else:
         interrupts.run(_live(addresses, interval_s))

@@ -93,6 +93,13 @@ CELL_ROWS = (
                 "may choose (`baton targets` says why).",
             ),
             Panel(
+                "Gaps between tokens / target",
+                "none",
+                _quantiles("baton_gap_target_ratio", INTERACTIVE),
+                "Gaps divided by the target of a single gap. A line above 1 means that more gaps "
+                "than its percentile allows are too long.",
+            ),
+            Panel(
                 "Request duration",
                 "s",
                 _quantiles("gen_ai_server_request_duration_seconds", INTERACTIVE),

@@ -31,7 +31,21 @@ class ServiceGone(TransferError):
 
 
 class TransferRefused(TransferError):
-    """The service refused a call. The message says why."""
+    """The service refused a call. The message says why.
+
+    Attributes:
+        reason: Reason of a handoff that was not opened; UNSPECIFIED for wrong arguments.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        reason: kv_transfer_pb2.RefusalReason.ValueType = (
+            kv_transfer_pb2.REFUSAL_REASON_UNSPECIFIED
+        ),
+    ) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class NoRoom(TransferError):

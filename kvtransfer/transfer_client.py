@@ -314,7 +314,7 @@ class TransferClient:
         finally:
             self._calls.pop(request.call_id, None)
         if reply.error:
-            raise TransferRefused(reply.error)
+            raise TransferRefused(reply.error, reply.reason)
         return reply
 
     def _write(self, request: pb.LocalRequest) -> None:

@@ -9,7 +9,7 @@ from time import monotonic
 
 from baton.engine.attempts import Attempt
 from baton.engine.base import Engine, EngineOutput, Finish, RequestRejected
-from baton.kvtransfer.control import TransferClient, TransferError
+from baton.kvtransfer.control import TransferClient, TransferError, TransferRefused
 from baton.kvtransfer.handoff_orders import SendHandoff
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.shorter_fetches import tokens_to_send
@@ -213,6 +213,8 @@ class PrefillRole:
             self._remember(plan.handoff_id)
             report = send.report()
             report.state = kv_transfer_pb2.HANDOFF_STATE_FAILED
+            if isinstance(error, TransferRefused):
+                report.reason = error.reason
             report.detail = str(error)
             report.reserve_us = report.total_us
             self._report(attempt, report)

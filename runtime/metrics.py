@@ -133,6 +133,8 @@ class _Server(ThreadingMixIn, WSGIServer):
         if self.tls is None:
             super().finish_request(request, client_address)
             return
+        if not _sends_bytes(request):
+            return
         peer = f"{client_address[0]}:{client_address[1]}"
         with self._lock:
             self._open.pop(request, None)
@@ -153,6 +155,20 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignores errors: peers that disconnect or send garbage are normal."""
+
+
+def _sends_bytes(connection: socket.socket) -> bool:
+    """Whether a peer sends at least one byte, or keeps its connection open without sending.
+
+    Health probes often only connect and close. They are no attempts to read the metrics.
+    """
+    try:
+        return bool(connection.recv(1, socket.MSG_PEEK))
+    except TimeoutError:
+        return True
+    except OSError:
+        # A reset, which is how some probes close.
+        return False
 
 
 def _guarded(

@@ -166,7 +166,8 @@ class Handshakes:
     """Counts TLS handshakes that no call follows. All methods are thread-safe.
 
     gRPC does not report why a handshake failed (no certificate, wrong CA, expired certificate, no
-    TLS at all), so a handshake without a call within `wait_s` counts as refused.
+    TLS at all), nor whether the peer sent a byte, so a handshake without a call within `wait_s`
+    counts as refused.
 
     Args:
         listener: Configuration key of the listen address, for the log.
@@ -224,7 +225,7 @@ class Handshakes:
             self._num_logged, self._logged_at = self.num_refused, now
         _log.warning(
             "TLS handshakes were not followed by a call: no certificate, a wrong or expired "
-            "one, or the peer does not speak TLS",
+            "one, or the peer does not speak TLS or only connects, as some health probes do",
             extra={"listener": self._listener, "handshakes": num_new},
         )
 

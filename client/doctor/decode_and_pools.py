@@ -46,9 +46,10 @@ def itl_findings(
     if knows_gaps and not is_mean_missed and lane.gap_attained >= wanted:
         return
     decode = status.decode
-    num_slow, num_slow_mixed = decode.num_slow, decode.num_slow_mixed
+    slow = _slow_steps(status, lane)
+    num_slow, num_slow_mixed = slow.num, slow.num_mixed
     if knows_gaps and not is_mean_missed:
-        num_slow, num_slow_mixed = decode.num_over_gap, decode.num_over_gap_mixed
+        num_slow, num_slow_mixed = slow.num_over_gap, slow.num_over_gap_mixed
     evidence = [
         f"ITL p50 {ms(lane.itl.p50_us)}, p95 {ms(lane.itl.p95_us)}, p99 {ms(lane.itl.p99_us)}; "
         f"the target is {lane.targets.itl_ms} ms, met by {percent(lane.itl_attained)} of "
@@ -68,7 +69,18 @@ def itl_findings(
     ]
     weight = max(lane.itl.p95_us, mean_us) / (lane.targets.itl_ms * 1000)
     name = lane_of(lane)
-    if num_slow_mixed and num_slow_mixed >= num_slow:
+    # Only batch requests are parked. If most of the gaps are short, the long ones are their waits.
+    is_parked = bool(status.num_parked) and lane.info.lane == common_pb2.LANE_BATCH
+    if is_parked and (lane.itl_attained >= wanted or not num_slow + num_slow_mixed):
+        yield Finding(
+            Kind.QUEUE,
+            f"{name}: tokens are late: requests were parked to make room for interactive ones",
+            "queue",
+            (*evidence, f"batch requests were parked {status.num_parked} times"),
+            f"nothing, if batch requests may wait; otherwise {_add_decode_advice(status)}",
+            weight,
+        )
+    elif num_slow_mixed and num_slow_mixed >= num_slow:
         yield Finding(
             Kind.DECODE_INTERFERENCE,
             f"{name}: tokens are late: decode workers compute prompts between them",
@@ -113,6 +125,29 @@ def itl_findings(
             "check the network between decode workers and coordinator, and the coordinator's CPU",
             weight,
         )
+
+
+def _slow_steps(
+    status: admin_pb2.GetStatusResponse, lane: admin_pb2.LaneStatus
+) -> admin_pb2.SlowSteps:
+    """Outputs in steps longer than the lane's targets."""
+    if lane.HasField("slow_steps"):
+        return lane.slow_steps
+    # A coordinator of an earlier version reports only by the targets of the interactive lane.
+    decode = status.decode
+    return admin_pb2.SlowSteps(
+        num=decode.num_slow,
+        num_mixed=decode.num_slow_mixed,
+        num_over_gap=decode.num_over_gap,
+        num_over_gap_mixed=decode.num_over_gap_mixed,
+    )
+
+
+def _add_decode_advice(status: admin_pb2.GetStatusResponse) -> str:
+    decode = next((pool for pool in status.pools if pool.role == common_pb2.ROLE_DECODE), None)
+    if status.elastic or decode is None:
+        return add_workers_advice(status)
+    return add_worker_advice(decode)
 
 
 def _handoff_us(lane: admin_pb2.LaneStatus) -> int:

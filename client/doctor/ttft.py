@@ -31,6 +31,7 @@ _OVERLOAD_RATIO = 10.0
 _REFUSED_SHARE = 0.01
 _NETWORK = (common_pb2.STAGE_NETWORK, common_pb2.STAGE_TOKENIZE)
 _PREFILL = (common_pb2.STAGE_PREFILL,)
+_RECOVERY = (common_pb2.STAGE_RECOVERY,)
 
 
 def ttft_findings(
@@ -42,13 +43,14 @@ def ttft_findings(
         yield shed
     if not lane.targets.ttft_ms:
         return
-    oldest_us = lane.info.oldest_wait.ToNanoseconds() // 1000 if lane.info.num_queued else 0
+    waits = _first_token_waits(lane)
+    oldest_us = waits.oldest.ToNanoseconds() // 1000
     # `ttft_attained` is about the requests that had a target. A lane may have got its target later.
     num_with_target = lane.ttft_ratio.num
     is_late = (
         num_with_target >= _MIN_REQUESTS and lane.ttft_attained < lane.targets.percentile / 100
     )
-    is_stuck = _oldest_ratio(lane) > 2 and lane.info.num_queued >= _MIN_REQUESTS
+    is_stuck = _oldest_ratio(lane) > 2 and waits.num >= _MIN_REQUESTS
     # If targets grow with the prompt, even a long wait can be in time.
     unfair = None
     if is_late or is_stuck or not lane.targets.ttft_ms_per_1k_tokens:
@@ -62,8 +64,9 @@ def ttft_findings(
         # No waiting request has had its first token yet.
         late = {common_pb2.STAGE_QUEUE: oldest_us}
     finding = _cold_start(status, lane)
-    # If only one tenant waits, adding a worker does not help.
-    if finding is None and unfair is None:
+    # If workers were lost, `recovery_findings` says so. If only one tenant waits, adding a worker
+    # does not help.
+    if stage_share(late, _RECOVERY) < 0.5 and finding is None and unfair is None:
         if stage_share(late, _NETWORK) >= 0.5:
             finding = _network(lane, late)
         elif stage_share(late, _PREFILL) >= 0.5:
@@ -92,10 +95,25 @@ def _target(lane: admin_pb2.LaneStatus) -> TtftTarget | None:
     return TtftTarget.from_ms(lane.targets.ttft_ms, lane.targets.ttft_ms_per_1k_tokens)
 
 
+def _first_token_waits(lane: admin_pb2.LaneStatus) -> admin_pb2.FirstTokenWaits:
+    """Requests that wait for their first token, and the one that arrived first of them."""
+    if lane.HasField("first_token_waits"):
+        return lane.first_token_waits
+    # A coordinator of an earlier version reports only on all waiting requests.
+    if not lane.info.num_queued:
+        return admin_pb2.FirstTokenWaits()
+    return admin_pb2.FirstTokenWaits(
+        num=lane.info.num_queued,
+        oldest=lane.info.oldest_wait,
+        oldest_target=lane.oldest_ttft_target,
+    )
+
+
 def _oldest_ratio(lane: admin_pb2.LaneStatus) -> float:
-    """Wait of the request that has waited longest, as a multiple of its TTFT target."""
-    target_ns = lane.oldest_ttft_target.ToNanoseconds()
-    return lane.info.oldest_wait.ToNanoseconds() / target_ns if target_ns else 0.0
+    """Time that the oldest request has waited for its first token, divided by its TTFT target."""
+    waits = _first_token_waits(lane)
+    target_ns = waits.oldest_target.ToNanoseconds()
+    return waits.oldest.ToNanoseconds() / target_ns if target_ns else 0.0
 
 
 def _times_target(lane: admin_pb2.LaneStatus, *, waits: bool = False) -> float:
@@ -150,7 +168,7 @@ def _queue(
         _ttft_evidence(lane),
         stage_breakdown(late),
         f"without queueing, TTFT would be p95 {ms(lane.served.p95_us)}",
-        f"{lane.info.num_queued} requests wait, the oldest for {ms(oldest_us)}",
+        f"{_first_token_waits(lane).num} requests wait, the oldest for {ms(oldest_us)}",
     ]
     if lane.tiny.num >= _MIN_WAITS and lane.tiny.p50_us > lane.targets.ttft_ms * 1000:
         evidence.append(f"prompts of 64 tokens and less take {ms(lane.tiny.p50_us)} (p50) too")
@@ -180,7 +198,7 @@ def _overload(
         "queue",
         (
             _ttft_evidence(lane),
-            f"{lane.info.num_queued} requests wait, the oldest for {ms(oldest_us)}; "
+            f"{_first_token_waits(lane).num} requests wait, the oldest for {ms(oldest_us)}; "
             f"{lane.num_admitted} were admitted, {lane.num_ended} ended",
             f"without queueing, TTFT would be p95 {ms(lane.served.p95_us)}",
             f"admission {limit} (lanes.{name}.ttft_ms)",

@@ -315,6 +315,10 @@ class Core:
         """Returns the request that has waited longest in a lane since it ran last, or None."""
         return self._lifecycle.lanes.oldest(lane)
 
+    def queued_without_token(self, lane: common_pb2.Lane.ValueType) -> list[Request]:
+        """Returns the requests of a lane that wait and have no token yet."""
+        return self._lifecycle.lanes.without_token(lane)
+
     def step_targets(self) -> cluster_pb2.StepTargets:
         """Returns the targets of the workers' steps."""
         return to_message(self.placers.step_targets)
@@ -322,7 +326,11 @@ class Core:
     @property
     def longest_gap_s(self) -> float | None:
         """Longest gap that the workers keep; None: no ITL target, or vLLM's scheduler."""
-        return self._steps.longest_gap_s
+        return self.placers.longest_gap_s
+
+    def gap_target_s(self, lane: common_pb2.Lane.ValueType) -> float | None:
+        """Target of a single gap between a lane's tokens; None: the lane has no ITL target."""
+        return self._lifecycle.gap_target_s(lane)
 
     @property
     def gap_reason(self) -> str:

@@ -54,7 +54,7 @@ class Effects:
         usage = common_pb2.Usage(
             prompt_tokens=request.num_prompt_tokens,
             completion_tokens=len(request.token_ids),
-            cached_prompt_tokens=request.num_cached_prompt_tokens,
+            cached_prompt_tokens=request.num_cached_prompt_tokens or 0,
         )
         logprobs = tuple(request.prompt_logprobs)
         self.add(ev.SendFinished(request.submission.to, reason, stop, usage, budget, logprobs))

@@ -181,6 +181,8 @@ class _Step:
             recent.lanes[lane].itl.observe(gap_s, count)
             target_s = self.lifecycle.targets.of_lane(lane).itl_s
             is_slow |= target_s is not None and gap_s > target_s
+            if (gap_target_s := self.lifecycle.gap_target_s(lane)) is not None:
+                stats.lanes[lane].gap_ratio.observe(gap_s / gap_target_s, count)
         if is_slow:
             self._remember()
 
@@ -273,7 +275,7 @@ def _prefill_output(step: _Step, request: Request, output: cluster_pb2.RequestOu
     if not step.deliver(request, output.delta):
         return
     if output.HasField("finished") and output.finished.reason in _NATURAL_ENDS:
-        lifecycle.prefill_done(request)
+        lifecycle.prefill_done(request, now)
         lifecycle.cancel_decode(request)
         lifecycle.finish(request, output.finished.reason, output.finished.stop, now)
     elif request.first_token_at is not None and request.decode is not None:
@@ -320,8 +322,7 @@ def _first_decode_output(step: _Step, request: Request, output: cluster_pb2.Requ
     lifecycle.answered(request, step.worker)
     if output.HasField("timings"):
         timings, sources = output.timings, request.prompt_sources
-        if request.decode_timings is None:
-            request.decode_timings = _copied(timings)
+        request.decode_timings = _copied(timings)
         if request.prefill is None:
             lifecycle.prompt_computed(request, timings, step.now)
         elif sources is not None:

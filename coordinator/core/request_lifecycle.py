@@ -34,9 +34,10 @@ from baton.coordinator.state.requests import (
     WorkerKey,
 )
 from baton.coordinator.state.session_blocks import SessionBlocks
-from baton.coordinator.state.slow_steps import Stall
+from baton.coordinator.state.slow_steps import SlowStep, Stall
 from baton.coordinator.state.timers import Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
+from baton.coordinator.telemetry.budget import stages_until
 from baton.coordinator.telemetry.stalls import stalls
 from baton.coordinator.telemetry.stats import CoreStats
 from baton.coordinator.telemetry.tail_sampling import TailSampler
@@ -129,6 +130,13 @@ class RequestLifecycle:
         """Returns the attached worker of a key, or None."""
         return self._workers.get(key)
 
+    def gap_target_s(self, lane: common_pb2.Lane.ValueType) -> float | None:
+        """Target of a single gap between a lane's tokens; None: the lane has no ITL target."""
+        itl_s = self.targets.of_lane(lane).itl_s
+        if itl_s is None or lane != common_pb2.LANE_INTERACTIVE:
+            return itl_s
+        return max(itl_s, self._placers.longest_gap_s or 0.0)
+
     # ---- Admission and attempts
 
     def admit(
@@ -178,7 +186,6 @@ class RequestLifecycle:
         """
         if not request.waits:
             self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_RECOVERY, now)
-            request.prefill_timings = request.decode_timings = request.exposed_us = None
         self._advance(request, RequestState.DECODING, now)
         request.attempts_before, request.attempt = attempt - 1, 1
         request.prompt_sources = None
@@ -227,6 +234,8 @@ class RequestLifecycle:
             return
         sources = PromptSources.of(timings, request.num_prompt_tokens)
         request.prompt_sources = sources
+        if request.num_cached_prompt_tokens is None:
+            request.num_cached_prompt_tokens = sources.num_cached
         if self.fetches.end(request):
             self.stats.fetch_ended(loaded=sources.fetched > 0)
         self.lanes.cached(request, sources.num_cached)
@@ -270,21 +279,20 @@ class RequestLifecycle:
 
     def begin_decode(self, request: Request, now: float) -> None:
         """Tells the decode worker to continue after the first token, which is known now."""
-        self.prefill_done(request)
+        self.prefill_done(request, now)
         self._advance(request, RequestState.HANDING_OFF, now)
         self._send_decode(request, now)
 
-    def prefill_done(self, request: Request) -> None:
+    def prefill_done(self, request: Request, now: float) -> None:
         """Records that the prompt is computed. The prefill worker may still send the handoff."""
-        request.prefill_done = True
+        request.prefill_done, request.prompt_done_at = True, now
         if self._assignments.prefill_done(request):
             self.room_freed()
 
     def decoding(self, request: Request, now: float) -> None:
         """Records the first output of the decode worker."""
         self._advance(request, RequestState.DECODING, now)
-        if request.decoding_at is None:
-            request.decoding_at = now
+        request.decoding_at = now
         if request.prefill is None:
             # The decode worker has computed the prompt, so it has room for the next one.
             self._assignments.prefill_done(request)
@@ -293,9 +301,7 @@ class RequestLifecycle:
 
     def stalls(self, request: Request) -> tuple[Stall, ...]:
         """Returns the longest gaps between a request's tokens that exceed its target, up to now."""
-        worker = self._workers.get(request.decode)
-        target_s = self.targets.itl_s(request.submission)
-        return stalls(request, target_s, worker.slow_steps if worker is not None else ())
+        return stalls(request, self.targets.itl_s(request.submission), self._slow_steps)
 
     def charge(self, request: Request) -> None:
         """Charges the tenant for the tokens since the last charge and reserves KV room for more."""
@@ -632,6 +638,10 @@ class RequestLifecycle:
         work_s = self._placers.of(request.fleet).predictions.prefill_s(request)
         self.lanes.push(request, now, num_tokens, work_s)
 
+    def _slow_steps(self, key: WorkerKey | None) -> Sequence[SlowStep]:
+        worker = self._workers.get(key)
+        return worker.slow_steps if worker is not None else ()
+
     def _begin_again(
         self,
         request: Request,
@@ -641,11 +651,15 @@ class RequestLifecycle:
     ) -> None:
         """Ends a request's attempt and queues the request again with the tokens that it has."""
         if not request.interruptions or request.interruptions[-1].ended_at is not None:
-            request.interruptions.append(Interruption(stage, now, request.prefill, request.decode))
+            request.past_stages = stages_until(request, now)
+            before = request.decode, request.handoff_id
+            request.interruptions.append(Interruption(stage, now, *before))
         self._commands.cancel(request)
         self._release_attempt(request)
         request.prefill = request.decode = request.pass_through_from = None
         request.prefill_done, request.handoff_id = False, b""
+        request.prefill_timings = request.decode_timings = request.exposed_us = None
+        request.prompt_done_at = request.decoding_at = None
         self._advance(request, state, now)
         self._queue(request, now)
         self.room_freed()

@@ -45,13 +45,6 @@ class StepControl:
         self._next_update_at, self._num_workers = 0.0, 0
 
     @property
-    def longest_gap_s(self) -> float | None:
-        """Longest gap that the workers keep; None: no ITL target, or vLLM's scheduler."""
-        targets = self._placers.step_targets
-        is_kept = targets.itl_s is not None and _bounds_gaps(self._config)
-        return targets.longest_gap_s if is_kept else None
-
-    @property
     def gap_reason(self) -> str:
         """Explains to people how the longest gap was chosen."""
         if self._config.steps.longest_gap_ms is not None:
@@ -98,9 +91,5 @@ class StepControl:
 
 def _may_choose(config: CoreConfig) -> bool:
     """Whether the coordinator chooses the longest gap."""
-    return config.elastic and _bounds_gaps(config) and config.steps.longest_gap_ms is None
-
-
-def _bounds_gaps(config: CoreConfig) -> bool:
-    """Whether the workers' scheduler bounds single gaps: vLLM's own does not."""
-    return config.steps.scheduler == "baton"
+    steps = config.steps
+    return config.elastic and steps.scheduler == "baton" and steps.longest_gap_ms is None

@@ -121,6 +121,10 @@ class Lanes:
         """
         return next(iter(self._waiting[lane].values()), None)
 
+    def without_token(self, lane: Lane) -> list[Request]:
+        """Returns the waiting requests that were submitted to a lane and have no token yet."""
+        return [one for one in self._waiting[lane].values() if not len(one.token_ids)]
+
     def reached_limit(self, request: Request) -> str:
         """Returns which limit keeps a waiting request from running, in words; empty: none does."""
         return self.waits.reached_limit(self._entries[request.key])

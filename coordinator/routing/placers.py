@@ -57,6 +57,13 @@ class Placers:
         for placer in self._placers.values():
             placer.view.now = now
 
+    @property
+    def longest_gap_s(self) -> float | None:
+        """Longest gap that the workers keep; None: no ITL target, or vLLM's scheduler."""
+        # vLLM's own scheduler does not bound single gaps.
+        is_kept = self._config.steps.scheduler == "baton" and self.step_targets.itl_s is not None
+        return self.step_targets.longest_gap_s if is_kept else None
+
     def set_step_targets(self, targets: StepTargets) -> None:
         """Changes the step targets of the placers; the caller tells the workers."""
         self.step_targets = targets

@@ -37,6 +37,12 @@ _LANE_HISTOGRAMS = (
     ),
     ("e2e", "gen_ai_server_request_duration_seconds", "Whole request, from arrival."),
     ("itl", "baton_inter_token_latency_seconds", "Gaps between consecutive outputs of a stream."),
+    (
+        "gap_ratio",
+        "baton_gap_target_ratio",
+        "Gaps between consecutive outputs of a stream divided by the lane's target of a single "
+        "gap; gaps of a lane without a target are left out.",
+    ),
     ("queue", "baton_request_queue_seconds", "Wait in the lane until dispatched."),
 )
 

@@ -45,7 +45,7 @@ def status(
     found = admin_pb2.GetStatusResponse(
         window=duration(WINDOW_S),
         pools=pools,
-        lanes=[_lane(info, config, core, window.lanes[info.lane]) for info in lanes],
+        lanes=[_lane(info, config, core, window.lanes[info.lane], window, now) for info in lanes],
         workers=sorted(
             (_worker(worker, now, config) for worker in core.workers),
             key=lambda one: (one.role, one.worker_id),
@@ -126,7 +126,12 @@ def _ratios(sketch: Sketch) -> admin_pb2.Ratios:
 
 
 def _lane(
-    info: admin_pb2.LaneInfo, config: BatonConfig, core: Core, window: LaneWindow
+    info: admin_pb2.LaneInfo,
+    config: BatonConfig,
+    core: Core,
+    window: LaneWindow,
+    cell: Window,
+    now: float,
 ) -> admin_pb2.LaneStatus:
     lane = info.lane
     target, limits = core.targets.of_lane(lane), lane_config(config.lanes, lane)
@@ -160,7 +165,7 @@ def _lane(
         found.ttft_attained = 1 - window.late.num / window.ttft_ratio.num
     if window.itl.num and target.itl_s is not None:
         found.itl_attained = 1 - window.itl.num_over(target.itl_s) / window.itl.num
-    gap_s = _gap_limit_s(core, lane)
+    gap_s = core.gap_target_s(lane)
     if gap_s is not None:
         if lane == common_pb2.LANE_INTERACTIVE and core.longest_gap_s is not None:
             found.targets.longest_gap_ms = round(gap_s * 1e3, 3)
@@ -170,10 +175,25 @@ def _lane(
     num_later_tokens = max(window.num_output_tokens - window.ttft.num, window.itl.num)
     if num_later_tokens:
         found.mean_gap.CopyFrom(duration(window.itl.total_s / num_later_tokens))
+    found.slow_steps.CopyFrom(_slow_steps(cell, target.itl_s, gap_s))
+    found.first_token_waits.CopyFrom(_first_token_waits(core, lane, now))
     oldest = core.oldest_queued(lane)
     oldest_s = core.targets.ttft_s(oldest.submission) if oldest is not None else None
     if oldest_s is not None:
         found.oldest_ttft_target.CopyFrom(duration(oldest_s))
+    return found
+
+
+def _first_token_waits(
+    core: Core, lane: common_pb2.Lane.ValueType, now: float
+) -> admin_pb2.FirstTokenWaits:
+    waiting = core.queued_without_token(lane)
+    found = admin_pb2.FirstTokenWaits(num=len(waiting))
+    if waiting:
+        oldest = min((one.submission for one in waiting), key=lambda one: one.arrived_at)
+        found.oldest.CopyFrom(duration(now - oldest.arrived_at))
+        if (target_s := core.targets.ttft_s(oldest)) is not None:
+            found.oldest_target.CopyFrom(duration(target_s))
     return found
 
 
@@ -218,25 +238,27 @@ def _worker(worker: Worker, now: float, config: BatonConfig) -> admin_pb2.Worker
     )
 
 
-def _gap_limit_s(core: Core, lane: common_pb2.Lane.ValueType) -> float | None:
-    """Target of a single gap between a lane's tokens; None: the lane has no ITL target."""
-    itl_s = core.targets.of_lane(lane).itl_s
-    if itl_s is None or lane != common_pb2.LANE_INTERACTIVE:
-        return itl_s
-    return max(itl_s, core.longest_gap_s or 0.0)
-
-
 def _decode(window: Window, core: Core) -> admin_pb2.DecodeStatus:
     itl_s = core.targets.of_lane(common_pb2.LANE_INTERACTIVE).itl_s
-    gap_s = _gap_limit_s(core, common_pb2.LANE_INTERACTIVE)
+    gap_s = core.gap_target_s(common_pb2.LANE_INTERACTIVE)
     p50, p95 = window.batch.percentiles_s((50, 95))
+    slow = _slow_steps(window, itl_s, gap_s)
     return admin_pb2.DecodeStatus(
         steps=percentiles(window.steps),
         mixed_steps=percentiles(window.mixed_steps),
-        num_slow=_num_over(window.steps, itl_s),
-        num_slow_mixed=_num_over(window.mixed_steps, itl_s),
+        num_slow=slow.num,
+        num_slow_mixed=slow.num_mixed,
         batch_p50=p50,
         batch_p95=p95,
+        num_over_gap=slow.num_over_gap,
+        num_over_gap_mixed=slow.num_over_gap_mixed,
+    )
+
+
+def _slow_steps(window: Window, itl_s: float | None, gap_s: float | None) -> admin_pb2.SlowSteps:
+    return admin_pb2.SlowSteps(
+        num=_num_over(window.steps, itl_s),
+        num_mixed=_num_over(window.mixed_steps, itl_s),
         num_over_gap=_num_over(window.steps, gap_s),
         num_over_gap_mixed=_num_over(window.mixed_steps, gap_s),
     )

@@ -327,14 +327,26 @@ class Interruption:
     """A time in which a request had no worker or waited for its next worker's first token.
 
     Times are seconds of the core's clock; `ended_at` is None while the interruption goes on.
-    `prefill` and `decode` are the workers of the attempt that it ended.
+    `decode` and `handoff_id` are those of the attempt that it ended.
     """
 
     stage: common_pb2.Stage.ValueType
     began_at: float
-    prefill: WorkerKey | None
     decode: WorkerKey | None
+    handoff_id: bytes
     ended_at: float | None = None
+
+
+class StageSpan(NamedTuple):
+    """A part of a request's time, in microseconds since its arrival.
+
+    `worker_id` is empty for time that was not spent on a worker.
+    """
+
+    stage: common_pb2.Stage.ValueType
+    start_us: int
+    duration_us: int
+    worker_id: str
 
 
 @dataclass(slots=True)
@@ -363,6 +375,8 @@ class Request:
             further checks (core/outputs.py). It is the registry's own key object, which is
             compared by identity.
         prefill_done: Whether the prompt of this attempt is computed.
+        prompt_done_at: When the prefill worker had computed the prompt of this attempt, by the
+            core's clock; None until then.
         spec: Part that all commands of the request share; kept, so that it is made only once.
         handoff_id: Id of this attempt's handoff; empty: this attempt has no handoff.
         skip_tokens: Number of tokens that the handoff leaves out.
@@ -370,11 +384,15 @@ class Request:
         hands_over_all: Whether handoffs must leave out nothing, and decode workers get the images:
             an earlier decode worker lacked blocks that it could not compute.
         exposed_us: Exposed time of the handoff in microseconds; None until it is reported.
-        prefill_timings, decode_timings: Stage timings as the workers first reported them, which may
-            be timings of different attempts.
+        prefill_timings, decode_timings: Stage timings of this attempt as the workers first reported
+            them; None until then.
+        num_cached_prompt_tokens: Prompt tokens that no worker computed for the first attempt whose
+            prompt was computed; None until then. A later attempt also finds the blocks that the
+            first one computed.
         prompt_sources: Where the prompt's KV cache came from in the latest attempt; None: not known
             yet.
         interruptions: Times in which the request had no worker.
+        past_stages: Stages from the arrival to the start of the latest interruption.
         num_parked: How often the request made room for interactive work.
         losses: Errors of the attempts that were lost since the last new token.
         avoid: Workers that lost the request; they get it again only if there is no other worker.
@@ -419,6 +437,7 @@ class Request:
     decode: WorkerKey | None = None
     pass_through_from: WorkerKey | None = None
     prefill_done: bool = False
+    prompt_done_at: float | None = None
     spec: cluster_pb2.RequestSpec | None = None
     handoff_id: bytes = b""
     skip_tokens: int = 0
@@ -433,7 +452,9 @@ class Request:
     decode_timings: cluster_pb2.StageTimings | None = None
     prompt_sources: PromptSources | None = None
     prompt_logprobs: Sequence[common_pb2.TokenLogprobs] = ()
+    num_cached_prompt_tokens: int | None = None
     interruptions: list[Interruption] = field(default_factory=list)
+    past_stages: Sequence[StageSpan] = ()
     num_parked: int = 0
     losses: list[BatonError] = field(default_factory=list)
     avoid: dict[WorkerKey, None] = field(default_factory=dict)
@@ -453,17 +474,6 @@ class Request:
         self.key = self.submission.key
         self.num_prompt_tokens = len(self.submission.prompt_token_ids)
         self.num_charged = len(self.token_ids)
-
-    @property
-    def num_cached_prompt_tokens(self) -> int:
-        """Prompt tokens that no worker computed for the first attempt whose prompt was computed.
-
-        A later attempt also finds the blocks that the first one computed.
-        """
-        timings = self.prefill_timings or self.decode_timings
-        if timings is None:
-            return 0
-        return PromptSources.of(timings, self.num_prompt_tokens).num_cached
 
     @property
     def id(self) -> str:

@@ -5,44 +5,37 @@ The coordinator's clock gives the limits of the spans; the workers report durati
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
 from typing import TypeAlias
 
-from baton.coordinator.state.requests import Interruption, Request
+from baton.coordinator.state.requests import Request, StageSpan
 from baton.coordinator.telemetry.gaps import median_us
 from baton.v1 import common_pb2
 
 # A stage, its duration in microseconds as a worker measured it, and the worker's ID.
 _Part: TypeAlias = "tuple[common_pb2.Stage.ValueType, int, str]"
-# Stages on the worker that computes the prompt.
-_PREFILL_STAGES = (common_pb2.STAGE_PREFILL_QUEUE, common_pb2.STAGE_PREFILL)
-
-
-@dataclass(slots=True)
-class _Span:
-    """Mutable form of a StageTime; updating a protobuf message takes several times as long."""
-
-    stage: common_pb2.Stage.ValueType
-    start_us: int
-    duration_us: int
-    worker_id: str
+# Stages before a request's first attempt.
+_BEFORE_DISPATCH = (common_pb2.STAGE_TOKENIZE, common_pb2.STAGE_QUEUE)
 
 
 class _Timeline:
     """Consecutive stages without gaps, in whole microseconds since the request's arrival.
 
-    `now_us` is the end of the last stage.
+    `now_us` is the end of the last stage, `end_us` the end of the whole time.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, ended_at: float) -> None:
         self._arrived_at = request.submission.arrived_at
-        self.stages: list[_Span] = []
-        self.now_us = 0
+        self.stages = list(request.past_stages)
+        last = self.stages[-1] if self.stages else None
+        self.now_us = 0 if last is None else last.start_us + last.duration_us
+        self.end_us = self._since_arrival_us(ended_at)
 
-    def since_arrival_us(self, at: float) -> int:
-        since_us = round((at - self._arrived_at) * 1e6)
-        return since_us if since_us > 0 else 0
+    def moment_us(self, at: float | None) -> int:
+        """Microseconds since the arrival; None: the time has not come, so it is the end."""
+        if at is None:
+            return self.end_us
+        at_us = self._since_arrival_us(at)
+        return at_us if at_us < self.end_us else self.end_us
 
     def extend(
         self, end_us: int, parts: list[_Part], rest: common_pb2.Stage.ValueType, worker: str
@@ -56,171 +49,117 @@ class _Timeline:
         for stage, duration_us, worker_id in parts:
             cut_us = duration_us if duration_us < left_us else left_us
             if cut_us > 0:
-                _append(self.stages, stage, self.now_us, cut_us, worker_id)
-                self.now_us += cut_us
+                self._append(stage, cut_us, worker_id)
                 left_us -= cut_us
         if left_us > 0:
-            _append(self.stages, rest, self.now_us, left_us, worker)
-            self.now_us = end_us
+            self._append(rest, left_us, worker)
+
+    def _append(self, stage: common_pb2.Stage.ValueType, duration_us: int, worker_id: str) -> None:
+        stages = self.stages
+        if stages and (last := stages[-1]).stage == stage and last.worker_id == worker_id:
+            stages[-1] = last._replace(duration_us=last.duration_us + duration_us)
+        else:
+            stages.append(StageSpan(stage, self.now_us, duration_us, worker_id))
+        self.now_us += duration_us
+
+    def _since_arrival_us(self, at: float) -> int:
+        since_us = round((at - self._arrived_at) * 1e6)
+        return since_us if since_us > 0 else 0
 
 
 def latency_budget(request: Request, ended_at: float) -> common_pb2.LatencyBudget:
     """Returns the stages in order, without overlaps, with durations that sum to the total.
 
-    The coordinator sees four moments: dispatch, first token, second token and end. Between two of
-    them, the durations reported by workers come first and the remainder is STAGE_NETWORK. If no
-    worker reported on a span, the whole span belongs to the stage that the request was in.
+    The coordinator sees four moments of an attempt: dispatch, end of the prompt's computation
+    (usually with the first token), first output of the decode worker, and end. Between two of them,
+    the durations reported by workers come first and the remainder is STAGE_NETWORK. If no worker
+    reported on a span, the whole span belongs to the stage that the request was in.
     """
-    timeline = _Timeline(request)
-    prefill = request.prefill[0] if request.prefill is not None else ""
-    decode = request.decode[0] if request.decode is not None else ""
-    total_us = timeline.since_arrival_us(ended_at)
-
-    def moment(at: float | None) -> int:
-        return total_us if at is None else min(timeline.since_arrival_us(at), total_us)
-
-    timeline.extend(moment(request.submitted_at), [], common_pb2.STAGE_TOKENIZE, "")
-    timeline.extend(moment(request.dispatched_at), [], common_pb2.STAGE_QUEUE, "")
-    if request.dispatched_at is not None:
-        _first_token(timeline, request, prefill, decode, moment(request.first_token_at))
-    if request.first_token_at is not None:
-        if request.handoff_id and request.decode is not None:
-            _handoff(timeline, request, decode, moment(request.decoding_at))
-        timeline.extend(total_us, [], common_pb2.STAGE_DECODE, decode or prefill)
+    timeline = _timeline(request, ended_at)
     gaps_us = request.gaps_us.tolist()
+    first_token_at = request.first_token_at
     budget = common_pb2.LatencyBudget(
-        ttft_us=moment(request.first_token_at) if request.first_token_at is not None else 0,
-        total_us=total_us,
+        ttft_us=timeline.moment_us(first_token_at) if first_token_at is not None else 0,
+        total_us=timeline.end_us,
         itl_p50_us=median_us(gaps_us),
         itl_max_us=max(gaps_us, default=0),
     )
     # Adding in place avoids the copy that assigning a list of messages would make.
     add = budget.stages.add
-    for one in _with_interruptions(timeline, request, total_us):
-        add(
-            stage=one.stage,
-            start_us=one.start_us,
-            duration_us=one.duration_us,
-            worker_id=one.worker_id,
-        )
+    for stage, start_us, duration_us, worker_id in timeline.stages:
+        add(stage=stage, start_us=start_us, duration_us=duration_us, worker_id=worker_id)
     return budget
 
 
+def stages_until(request: Request, now: float) -> list[StageSpan]:
+    """Returns the stages from the arrival of a request until now, in order, without gaps."""
+    return _timeline(request, now).stages
+
+
 def ttft_stages(request: Request, now: float) -> list[tuple[common_pb2.Stage.ValueType, float]]:
-    """Returns the stages of the time to first token, in seconds; the first token comes at `now`."""
-    timeline = _Timeline(request)
+    """Returns the stages of the time to first token, in seconds; the first token comes at `now`.
+
+    The time of an attempt that was lost before the first token counts as lost with it, whatever
+    the attempt did.
+    """
+    stages = stages_until(request, now)
+    if not request.interruptions:
+        return [(one.stage, one.duration_us / 1e6) for one in stages]
+    interruption = request.interruptions[-1].stage
+    return [
+        (one.stage if one.stage in _BEFORE_DISPATCH else interruption, one.duration_us / 1e6)
+        for one in stages
+    ]
+
+
+def _timeline(request: Request, ended_at: float) -> _Timeline:
+    timeline = _Timeline(request, ended_at)
+    if request.interruptions:
+        # Stages before the latest interruption are in `past_stages`.
+        interruption = request.interruptions[-1]
+        timeline.extend(timeline.moment_us(interruption.ended_at), [], interruption.stage, "")
+        runs = interruption.ended_at is not None
+    else:
+        timeline.extend(timeline.moment_us(request.submitted_at), [], common_pb2.STAGE_TOKENIZE, "")
+        timeline.extend(timeline.moment_us(request.dispatched_at), [], common_pb2.STAGE_QUEUE, "")
+        runs = request.dispatched_at is not None
+    if runs:
+        _attempt(timeline, request)
+    return timeline
+
+
+def _attempt(timeline: _Timeline, request: Request) -> None:
+    """Adds the stages of the latest attempt, from its dispatch or from the end of an interruption.
+
+    Timings of stages that lie in the interruption are left out.
+    """
     prefill = request.prefill[0] if request.prefill is not None else ""
     decode = request.decode[0] if request.decode is not None else ""
-    end_us = timeline.since_arrival_us(now)
-    timeline.extend(
-        min(timeline.since_arrival_us(request.submitted_at), end_us),
-        [],
-        common_pb2.STAGE_TOKENIZE,
-        "",
-    )
-    if request.dispatched_at is None:
-        timeline.extend(end_us, [], common_pb2.STAGE_QUEUE, "")
-    else:
-        timeline.extend(
-            min(timeline.since_arrival_us(request.dispatched_at), end_us),
-            [],
-            common_pb2.STAGE_QUEUE,
-            "",
-        )
-        _first_token(timeline, request, prefill, decode, end_us)
-    return [
-        (one.stage, one.duration_us / 1e6) for one in _with_interruptions(timeline, request, end_us)
-    ]
-
-
-def _with_interruptions(timeline: _Timeline, request: Request, total_us: int) -> list[_Span]:
-    """Returns the stages; times without a worker become STAGE_RECOVERY or STAGE_PARKED.
-
-    A stage before such a time gets the worker of its own attempt, because the timeline names only
-    the workers of the latest attempt.
-    """
-    interruptions = [
-        (
-            one.stage,
-            timeline.since_arrival_us(one.began_at),
-            total_us if one.ended_at is None else timeline.since_arrival_us(one.ended_at),
-        )
-        for one in request.interruptions
-    ]
-    if not interruptions:
-        return timeline.stages
-    cuts = sorted({at for _, begin_us, end_us in interruptions for at in (begin_us, end_us)})
-    found: list[_Span] = []
-    for stage in timeline.stages:
-        end_us = stage.start_us + stage.duration_us
-        edges = [stage.start_us, *(at for at in cuts if stage.start_us < at < end_us), end_us]
-        for start_us, until_us in itertools.pairwise(edges):
-            interruption = next(
-                (
-                    kind
-                    for kind, begin_us, ended_us in interruptions
-                    if begin_us <= start_us and until_us <= ended_us
-                ),
-                None,
-            )
-            kind, worker = stage.stage, stage.worker_id
-            if interruption is not None:
-                kind, worker = interruption, ""
-            if worker:
-                later = (
-                    one
-                    for one in request.interruptions
-                    if timeline.since_arrival_us(one.began_at) >= until_us
-                )
-                worker = _worker_before(next(later, None), kind) or worker
-            _append(found, kind, start_us, until_us - start_us, worker)
-    return found
-
-
-def _worker_before(interruption: Interruption | None, stage: common_pb2.Stage.ValueType) -> str:
-    """ID of a stage's worker in the attempt that this interruption ended; empty if unknown."""
-    if interruption is None:
-        return ""
-    keys = interruption.prefill, interruption.decode
-    first, other = keys if stage in _PREFILL_STAGES else reversed(keys)
-    key = first or other
-    return key[0] if key is not None else ""
-
-
-def _append(
-    stages: list[_Span],
-    stage: common_pb2.Stage.ValueType,
-    start_us: int,
-    duration_us: int,
-    worker_id: str,
-) -> None:
-    if stages and (last := stages[-1]).stage == stage and last.worker_id == worker_id:
-        last.duration_us += duration_us
-    else:
-        stages.append(_Span(stage, start_us, duration_us, worker_id))
-
-
-def _first_token(
-    timeline: _Timeline, request: Request, prefill: str, decode: str, end_us: int
-) -> None:
-    """From dispatch to the first token: on the prefill worker, or on the decode worker alone."""
     if request.prefill is not None:
-        timings, worker, queue = request.prefill_timings, prefill, common_pb2.STAGE_PREFILL_QUEUE
+        prompt_done_at, timings = request.prompt_done_at, request.prefill_timings
+        worker, queue = prefill, common_pb2.STAGE_PREFILL_QUEUE
     else:
-        timings, worker, queue = request.decode_timings, decode, common_pb2.STAGE_DECODE_QUEUE
+        prompt_done_at, timings = request.decoding_at, request.decode_timings
+        worker, queue = decode, common_pb2.STAGE_DECODE_QUEUE
+    end_us = timeline.moment_us(prompt_done_at)
     if timings is None:
         timeline.extend(end_us, [], common_pb2.STAGE_PREFILL, worker)
+    else:
+        parts = [
+            (queue, timings.queue_us, worker),
+            (common_pb2.STAGE_PREFILL, timings.run_us, worker),
+        ]
+        timeline.extend(end_us, parts, common_pb2.STAGE_NETWORK, "")
+    if prompt_done_at is None:
         return
-    parts = [
-        (queue, timings.queue_us, worker),
-        (common_pb2.STAGE_PREFILL, timings.run_us, worker),
-    ]
-    timeline.extend(end_us, parts, common_pb2.STAGE_NETWORK, "")
+    if request.handoff_id and request.decode is not None:
+        _handoff(timeline, request, decode)
+    timeline.extend(timeline.end_us, [], common_pb2.STAGE_DECODE, decode or prefill)
 
 
-def _handoff(timeline: _Timeline, request: Request, decode: str, end_us: int) -> None:
-    """From the first token to the decode worker's first output."""
-    timings = request.decode_timings
+def _handoff(timeline: _Timeline, request: Request, decode: str) -> None:
+    """From the computed prompt to the decode worker's first output."""
+    end_us, timings = timeline.moment_us(request.decoding_at), request.decode_timings
     if timings is None:
         timeline.extend(end_us, [], common_pb2.STAGE_HANDOFF, decode)
         return

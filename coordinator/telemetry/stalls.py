@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 
-from baton.coordinator.state.requests import Interruption, Request
+from baton.coordinator.state.requests import Interruption, Request, WorkerKey
 from baton.coordinator.state.slow_steps import Cause, SlowStep, Stall
 from baton.runtime.names import request_name_parts
 from baton.v1 import common_pb2
@@ -26,33 +26,40 @@ _CAUSES = {
 
 
 def stalls(
-    request: Request, target_s: float | None, slow_steps: Iterable[SlowStep]
+    request: Request,
+    target_s: float | None,
+    slow_steps: Callable[[WorkerKey | None], Iterable[SlowStep]],
 ) -> tuple[Stall, ...]:
     """Returns a request's longest gaps over its target, in order of time.
 
     Args:
         request: a request with or without tokens.
         target_s: target for gaps between tokens; None: no target, so no gap is a stall.
-        slow_steps: recent slow steps of the request's decode worker.
+        slow_steps: returns the recent slow steps of a worker; none if it is not attached.
     """
     if target_s is None or request.first_token_at is None or not request.gaps_us:
         return ()
     limit_us = target_s * 1e6
     if max(request.gaps_us) <= limit_us:
         return ()
-    arrived_at, worker = request.submission.arrived_at, request.decode
+    arrived_at = request.submission.arrived_at
     first_us = round((request.first_token_at - arrived_at) * 1e6)
-    steps = list(slow_steps)
     found = []
     for number, end_us, gap_us in _longest(request.gaps_us, limit_us, first_us):
         ended_at = arrived_at + end_us / 1e6
+        # The attempt that the gap belongs to: one that a later interruption ended, or the latest.
+        attempt = next(
+            (one for one in request.interruptions if one.began_at >= ended_at - _SLACK_S), request
+        )
+        worker = attempt.decode
         stall = Stall(end_us - gap_us, gap_us, Cause.UNKNOWN, worker[0] if worker else "")
         interrupted = _interruption(request.interruptions, ended_at - gap_us / 1e6, ended_at)
         if interrupted is not None:
             stall = stall._replace(cause=_CAUSES[interrupted.stage], worker_id="")
-        elif number == 0 and request.handoff_id:
+        elif number == 0 and attempt.handoff_id:
             stall = stall._replace(cause=Cause.HANDOFF)
         else:
+            steps = slow_steps(worker)
             step = next((one for one in steps if abs(one.at - ended_at) <= _SLACK_S), None)
             if step is not None:
                 tenant, by = "", ""

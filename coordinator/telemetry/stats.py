@@ -19,7 +19,10 @@ from baton.runtime.handoff_metrics import EXPOSED_S, reason_label, transport_lab
 from baton.runtime.histogram import Histogram
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
-_FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
+_FAST_S = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.045),
+    *(0.05, 0.06, 0.07, 0.08, 0.09, 0.1, 0.125, 0.15, 0.2, 0.25, 0.35, 0.5, 1.0, 2.5, 5.0),
+)
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _START_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 # Stages of a worker's start that its Hello may report. "total" is the time from the start order
@@ -28,7 +31,8 @@ _START_STAGES = ("process", "transfer", "weights", "kv", "warm_up", "other", "to
 _SLOW_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 900.0, 3600.0)
 
 
-# Bounds of TTFT divided by its target. 1 is a bound, so that the counts of met targets are exact.
+# Bounds of a latency divided by its target. 1 is a bound, so that the counts of met targets are
+# exact.
 _RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 
 
@@ -37,13 +41,14 @@ class LaneStats:
 
     Attributes:
         ttft_ratio: times to first token divided by the request's own target.
+        gap_ratio: gaps between outputs divided by the lane's target of a single gap at that time.
     """
 
-    __slots__ = ("e2e", "itl", "queue", "tpot", "ttft", "ttft_ratio")
+    __slots__ = ("e2e", "gap_ratio", "itl", "queue", "tpot", "ttft", "ttft_ratio")
 
     def __init__(self) -> None:
         self.ttft, self.queue = Histogram(_TTFT_S), Histogram(_TTFT_S)
-        self.ttft_ratio = Histogram(_RATIOS)
+        self.ttft_ratio, self.gap_ratio = Histogram(_RATIOS), Histogram(_RATIOS)
         self.itl, self.tpot, self.e2e = Histogram(_FAST_S), Histogram(_FAST_S), Histogram(_SLOW_S)
 
 

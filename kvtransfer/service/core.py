@@ -114,7 +114,7 @@ class TransferCore:
         try:
             reply = self._answer(connection, request)
         except TransferRefused as error:
-            reply = pb.LocalReply(error=str(error))
+            reply = pb.LocalReply(error=str(error), reason=error.reason)
         if reply is not None and request.call_id:
             reply.call_id = request.call_id
             connection.reply(reply)
@@ -284,8 +284,8 @@ class TransferCore:
                 case send_state.Reserved(handoff_id, offset):
                     reply = pb.LocalReply(send_opened=pb.LocalSendOpened(offset=offset))
                     self._answer_open(handoff_id, reply)
-                case send_state.NotReserved(handoff_id, detail):
-                    self._answer_open(handoff_id, pb.LocalReply(error=detail))
+                case send_state.NotReserved(handoff_id, reason, detail):
+                    self._answer_open(handoff_id, pb.LocalReply(error=detail, reason=reason))
                 case send_state.StartStream(handoff_id, target):
                     self._start_stream(handoff_id, target)
                 case send_state.StopStream(handoff_id, farewell):

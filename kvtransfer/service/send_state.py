@@ -84,6 +84,7 @@ class NotReserved:
     """Effect: reply to the caller of `open` that it gets no staging."""
 
     handoff_id: bytes
+    reason: pb.RefusalReason.ValueType
     detail: str
 
 

@@ -148,7 +148,7 @@ class SendTable:
         """Ends a send, the only way it ends. Its staging is freed once its writer has stopped."""
         if send.state is _S.WAITING:
             self.queue.remove(send.handoff_id)
-            self._effects.append(NotReserved(send.handoff_id, detail))
+            self._effects.append(NotReserved(send.handoff_id, reason, detail))
         else:
             goodbye = None
             if farewell:

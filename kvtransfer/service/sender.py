@@ -101,11 +101,17 @@ class Sender:
         if handoff_id in self._table.sends:
             raise TransferRefused(f"handoff {handoff_id.hex()} is being sent already")
         if len(self._table.sends) >= self._limits.max_sends:
-            raise TransferRefused(f"{len(self._table.sends)} handoffs are being sent already")
+            raise TransferRefused(
+                f"{len(self._table.sends)} handoffs are being sent already",
+                pb.REFUSAL_REASON_NO_ROOM,
+            )
         num_bytes = layout.handoff_bytes(num_blocks)
         if not self._table.queue.fits_ever(num_bytes):
             total = self._table.queue.statistics().total_bytes
-            raise TransferRefused(f"handoff of {num_bytes} bytes; the sender's staging has {total}")
+            raise TransferRefused(
+                f"handoff of {num_bytes} bytes; the sender's staging has {total}",
+                pb.REFUSAL_REASON_TOO_LARGE,
+            )
         until = now + min(wait_s, self._limits.max_wait_s)
         totals = [Totals()] * layout.num_shards
         writers = set(product(range(layout.num_shards), range(layout.pp_size)))

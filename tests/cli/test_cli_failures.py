@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pty
 import subprocess
 import sys
 import time
@@ -248,6 +249,30 @@ def test_closed_standard_input():
     done = subprocess.run(closed, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 2
     assert "standard input, which is closed" in done.stderr
+
+
+def test_top_with_closed_standard_input_on_a_terminal(unused_address):
+    terminal, ours = pty.openpty()
+    try:
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                "import os, sys\n"
+                "os.close(0)\n"
+                "os.execv(sys.executable, [sys.executable, '-m', 'baton.cli', *sys.argv[1:]])",
+                *("top", "--address", unused_address),
+            ],
+            stdout=ours,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=HANG_S,
+        )
+    finally:
+        os.close(ours)
+        os.close(terminal)
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.startswith("baton: cannot reach the coordinator")
 
 
 def test_closed_standard_output():

@@ -14,7 +14,9 @@ from baton.coordinator.server import admin
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.scaling_config import Targets
 from baton.runtime.durations import to_seconds
-from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from baton.v1 import admin_pb2, cluster_pb2, common_pb2, kv_transfer_pb2
+
+BATCH = common_pb2.LANE_BATCH
 
 
 def found(cell: LiveCell) -> list[doctor.Finding]:
@@ -210,6 +212,68 @@ def test_evidence_about_a_new_target_does_not_count_earlier_first_tokens():
     assert (lane.ttft_ratio.num, lane.ttft.num > 8) == (0, True)
     (evidence,) = (one.evidence[0] for one in found(cell) if "the target is" in one.evidence[0])
     assert "no request with this target has had its first token yet" in evidence
+
+
+def parked(itl_ms: float | None = None, ttft_ms: float | None = None) -> LiveCell:
+    """Batch requests that had their first tokens at once are parked for interactive requests."""
+    targets = {"batch": {"itl_ms": itl_ms, "ttft_ms": ttft_ms}}
+    cell = LiveCell(lanes={"interactive": {"itl_ms": 14}}, scaling={"targets": targets}).workers()
+    for _ in range(40):
+        cell.submit(100, 600, lane=BATCH)
+    return cell.after(3).load(8, 100, 100, 40)
+
+
+def lane_status(cell: LiveCell, lane: common_pb2.Lane.ValueType) -> admin_pb2.LaneStatus:
+    return next(one for one in cell.status().lanes if one.info.lane == lane)
+
+
+def test_parked_requests_do_not_wait_for_their_first_tokens():
+    cell = parked(ttft_ms=2000).after(5)
+    batch = lane_status(cell, BATCH)
+    assert batch.info.num_queued > 8
+    assert batch.info.oldest_wait.ToNanoseconds() > 2 * 2e9
+    assert (batch.num_late, batch.first_token_waits.num) == (0, 0)
+    assert found(cell) == []
+    # Requests without a first token do count.
+    for _ in range(10):
+        cell.submit(100, 600, lane=BATCH)
+    cell.after(5)
+    (finding,) = found(cell)
+    assert finding.what == "batch: first tokens are late: requests wait for a worker"
+    assert any(one.startswith("10 requests wait") for one in finding.evidence)
+
+
+def test_gaps_of_parked_requests_are_no_network_problem():
+    (finding,) = found(parked(itl_ms=20).after(45))
+    assert finding.kind is Kind.QUEUE
+    assert "parked" in finding.what
+    assert "decode worker" in finding.first
+
+
+def test_slow_steps_of_a_lane_are_those_over_its_own_target():
+    targets = {"interactive": {"itl_ms": 5}, "batch": {"itl_ms": 1000}}
+    cell = LiveCell(scaling={"targets": targets}).workers().load(4, 100, 60)
+    cell.load(4, 100, 60, lane=BATCH).after(10)
+    interactive, batch = (
+        lane_status(cell, lane).slow_steps for lane in (common_pb2.LANE_INTERACTIVE, BATCH)
+    )
+    assert interactive.num == interactive.num_over_gap == cell.status().decode.num_slow > 0
+    assert (batch.num, batch.num_over_gap) == (0, 0)
+
+
+def test_first_tokens_that_are_late_by_a_lost_worker_are_no_slow_prompts():
+    """Ten prompts have been on the worker for two seconds when it is lost."""
+    slow = replace(MODEL, prefill_base_s=10.0)
+    cell = LiveCell().workers(num_prefill=0)
+    cell.add_worker("p0", PREFILL, WorkerShape(slow))
+    for _ in range(10):
+        cell.submit(100, 30)
+    cell.after(2)
+    cell.add_worker("p1", PREFILL, WorkerShape(MODEL))
+    cell.kill("p0")
+    cell.after(3)
+    assert lane_status(cell, common_pb2.LANE_INTERACTIVE).num_late == 10
+    assert [one.kind for one in found(cell)] == [Kind.RECOVERIES]
 
 
 def test_an_idle_cell_is_healthy():

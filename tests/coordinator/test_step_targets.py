@@ -8,8 +8,16 @@ import pytest
 
 from baton.coordinator.server.metrics import registry
 from baton.coordinator.state import events as ev
-from baton.runtime.config import BatonConfig, StepsConfig
+from baton.runtime.config import (
+    BatonConfig,
+    LaneTargetsConfig,
+    NoTargetsConfig,
+    StepsConfig,
+    TargetsConfig,
+)
+from baton.runtime.enum_names import lane_name
 from baton.runtime.request_targets import own_itl_s
+from baton.v1 import common_pb2
 
 
 def milliseconds(targets) -> tuple[float | None, float | None, float]:
@@ -70,3 +78,32 @@ def test_the_target_of_a_single_gap_is_a_metric(new_world):
 def test_workers_with_the_scheduler_of_vllm_have_no_longest_gap(new_world):
     world = new_world(steps=StepsConfig(scheduler="vllm")).pair()
     assert world.core.longest_gap_s is exported_gap_s(world) is None
+
+
+def exported_gaps(world, lane):
+    """The exported number of gaps within their target, and of all gaps."""
+    metrics, labels = registry(world.core, BatonConfig()), {"lane": lane}
+    name = "baton_gap_target_ratio"
+    within = metrics.get_sample_value(f"{name}_bucket", labels | {"le": "1.0"})
+    return within, metrics.get_sample_value(f"{name}_count", labels)
+
+
+@pytest.mark.parametrize(
+    ("lane", "target_s", "expected"),
+    [
+        # 1.2 times the ITL target.
+        (common_pb2.LANE_INTERACTIVE, 0.048, (2, 3)),
+        (common_pb2.LANE_BATCH, 0.031, (2, 3)),
+        (common_pb2.LANE_BATCH, None, (0, 0)),
+    ],
+)
+def test_gaps_are_counted_by_the_target_of_a_single_gap(new_world, out, lane, target_s, expected):
+    batch = NoTargetsConfig(itl_ms=target_s and target_s * 1e3)
+    targets = LaneTargetsConfig(interactive=TargetsConfig(itl_ms=40), batch=batch)
+    world = new_world(targets=targets).pair()
+    world.submit(lane=lane)
+    world.step("p", out("r1", [7], finish=0))
+    for offset, gap_s in enumerate((0.01, 0.99 * (target_s or 0.04), 1.01 * (target_s or 0.04)), 1):
+        world.now += gap_s
+        world.step("d", out("r1", [8], offset=offset))
+    assert exported_gaps(world, lane_name(lane)) == expected

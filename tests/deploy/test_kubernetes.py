@@ -289,6 +289,13 @@ def test_the_ray_cluster_scales_with_the_pools():
         assert nodes * gpus_per_node == workers
 
 
+def test_workers_on_ray_wait_for_a_new_node():
+    """A usual start of a worker includes the start of its node. Each worker's limit comes later."""
+    effective = config(KUBERNETES / "kuberay" / "baton.yaml")
+    scaling = effective.scaling
+    assert scaling.cold_start_s < effective.ray.placement_timeout_s < scaling.start_timeout_s
+
+
 # Keys that only the autoscaler of `baton up` uses. (Limits also bound sizes set by hand there.)
 AUTOSCALING = {"prefill", "decode", "max_gpus", "cold_start_s", "down_window_s", "idle_s", "flip"}
 

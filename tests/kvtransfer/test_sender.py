@@ -177,7 +177,9 @@ def test_staging_is_given_in_order_and_waiting_is_bounded(harness):
     assert harness.open(B, 2) == []
     assert harness.open(C, 1, wait_s=1.0) == []
     harness.now = 1.0
-    assert harness.sender.expire(harness.now) == [NotReserved(C, "no room in the sender's staging")]
+    assert harness.sender.expire(harness.now) == [
+        NotReserved(C, pb.REFUSAL_REASON_NO_ROOM, "no room in the sender's staging")
+    ]
     harness.sender.abort(A, harness.now)
     harness.now = 1.5
     effects = harness.sender.expire(harness.now)

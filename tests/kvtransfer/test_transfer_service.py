@@ -105,8 +105,9 @@ async def test_handoffs_queue_for_room_and_all_arrive(start, handoff, layout):
 async def test_a_handoff_without_room_is_refused_in_time(start, handoff, layout):
     size = layout.handoff_bytes(4)
     sender, receiver = await asyncio.gather(start(send_bytes=size * 2), start(receive_bytes=size))
-    with pytest.raises(TransferRefused, match="sender's staging has"):
+    with pytest.raises(TransferRefused, match="sender's staging has") as failed:
         await handoff(9).open(sender, receiver.client.address)
+    assert failed.value.reason == pb.REFUSAL_REASON_TOO_LARGE
     large, first, second, third = handoff(8), handoff(4), handoff(4), handoff(1)
     await large.open(sender, receiver.client.address)
     refused = await sender.sent(large.handoff_id)
@@ -115,8 +116,9 @@ async def test_a_handoff_without_room_is_refused_in_time(start, handoff, layout)
     await first.open(sender, receiver.client.address)
     await receiver.received(first.handoff_id, pb.HANDOFF_STATE_RECEIVING)
     await second.open(sender, receiver.client.address, wait_s=1.0)
-    with pytest.raises(TransferRefused, match="no room"):
+    with pytest.raises(TransferRefused, match="no room") as failed:
         await third.open(sender, receiver.client.address, wait_s=0.05)
+    assert failed.value.reason == pb.REFUSAL_REASON_NO_ROOM
     refused = await sender.sent(second.handoff_id)
     assert refused.reason == pb.REFUSAL_REASON_NO_ROOM
     first.fill(sender)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 
 import grpc
 import psutil
@@ -17,10 +18,14 @@ from hostile import (
     stream_ended,
 )
 from http_gateway import gateway, metrics
+from prometheus_client import CollectorRegistry
 
 from baton.client import BatonClient
 from baton.client.errors import UnavailableError
 from baton.runtime import guard, rpc
+from baton.runtime.metrics import MetricsServer
+from baton.runtime.refusals import Refusals
+from baton.runtime.security_config import SecurityConfig
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
 # Longest wait for an event that must happen; long enough for a busy machine.
@@ -240,3 +245,24 @@ async def test_idle_and_slow_clients_do_not_block_metrics(start_coordinator, pki
         async with idle_connections(address, 100, b"GET /metrics HT"):
             shown = await asyncio.to_thread(metrics, address, pki if tls else None)
             assert "baton_queue_depth" in shown
+
+
+@pytest.mark.parametrize(("sent", "num_counted"), [(b"", 0), (b"GET / HTTP/1.1\r\n\r\n", 1)])
+def test_a_probe_of_metrics_that_sends_no_byte_is_no_refused_access(pki, sent, num_counted):
+    refusals = Refusals()
+    security = SecurityConfig(**pki.server())
+    server = MetricsServer("127.0.0.1:0", "metrics_listen", CollectorRegistry(), security, refusals)
+    host, port = server.address.split(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=WAIT_S) as probe:
+            if sent:
+                probe.sendall(sent)
+            else:
+                probe.shutdown(socket.SHUT_WR)
+            # The server closes the connection after it has counted the refusal.
+            with contextlib.suppress(ConnectionResetError):
+                while probe.recv(4096):
+                    pass
+    finally:
+        server.close()
+    assert sum(refusals.totals().values()) == num_counted

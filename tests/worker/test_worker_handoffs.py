@@ -142,6 +142,20 @@ async def test_a_worker_stops_though_its_collector_is_silent(coordinator, start_
         collector.answers.set()
 
 
+async def test_a_handoff_without_room_at_the_sender_is_reported_with_its_reason(
+    coordinator, start_worker
+):
+    start_worker(PREFILL, "p", kv_transfer={"send_bytes": NUM_BYTES // 2})
+    prefill = await coordinator.stream()
+    handoff = plan(secrets.token_bytes(16), "127.0.0.1:1", len(PROMPT))
+    command = cluster_pb2.PrefillCommand(spec=spec("r", PROMPT, max_tokens=4), handoff=handoff)
+    await coordinator.command(prefill, prefill=command)
+    failed = (await prefill.next_of("handoff")).handoff
+    assert (failed.state, failed.handoff_id) == (FAILED, handoff.handoff_id)
+    assert failed.reason == kv_transfer_pb2.REFUSAL_REASON_TOO_LARGE
+    assert tokens_of(await prefill.outputs("r"))
+
+
 def report(**fields) -> cluster_pb2.HandoffReport:
     base = {"request_id": "r", "attempt": 1, "handoff_id": b"h" * 16, "epoch": 2}
     return cluster_pb2.HandoffReport(**base | fields)

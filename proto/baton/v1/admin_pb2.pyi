@@ -1227,6 +1227,8 @@ class LaneStatus(_message.Message):
     OLDEST_TTFT_TARGET_FIELD_NUMBER: _builtins.int
     GAP_ATTAINED_FIELD_NUMBER: _builtins.int
     MEAN_GAP_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_WAITS_FIELD_NUMBER: _builtins.int
+    SLOW_STEPS_FIELD_NUMBER: _builtins.int
     ttft_attained: _builtins.float
     """Shares of requests and of gaps within the targets; absent without a target or without traffic.
     A request is compared with its own TTFT target at the time of its first token.
@@ -1306,6 +1308,16 @@ class LaneStatus(_message.Message):
         targets.longest_gap_ms, single gaps may exceed the target.
         """
 
+    @_builtins.property
+    def first_token_waits(self) -> Global___FirstTokenWaits:
+        """Requests that wait without a first token. `info.num_queued` also counts parked ones that had it.
+        An earlier coordinator does not report it.
+        """
+
+    @_builtins.property
+    def slow_steps(self) -> Global___SlowSteps:
+        """Outputs in steps longer than the targets of this lane. An earlier coordinator does not report it."""
+
     def __init__(
         self,
         *,
@@ -1334,10 +1346,12 @@ class LaneStatus(_message.Message):
         oldest_ttft_target: _duration_pb2.Duration | None = ...,
         gap_attained: _builtins.float | None = ...,
         mean_gap: _duration_pb2.Duration | None = ...,
+        first_token_waits: Global___FirstTokenWaits | None = ...,
+        slow_steps: Global___SlowSteps | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_gap_attained", b"_gap_attained", "_itl_attained", b"_itl_attained", "_ttft_attained", b"_ttft_attained", "admission_ttft", b"admission_ttft", "after_start", b"after_start", "e2e", b"e2e", "gap_attained", b"gap_attained", "info", b"info", "itl", b"itl", "itl_attained", b"itl_attained", "mean_gap", b"mean_gap", "oldest_ttft_target", b"oldest_ttft_target", "served", b"served", "targets", b"targets", "tiny", b"tiny", "ttft", b"ttft", "ttft_attained", b"ttft_attained", "ttft_ratio", b"ttft_ratio"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gap_attained", b"_gap_attained", "_itl_attained", b"_itl_attained", "_ttft_attained", b"_ttft_attained", "admission_ttft", b"admission_ttft", "after_start", b"after_start", "e2e", b"e2e", "first_token_waits", b"first_token_waits", "gap_attained", b"gap_attained", "info", b"info", "itl", b"itl", "itl_attained", b"itl_attained", "mean_gap", b"mean_gap", "oldest_ttft_target", b"oldest_ttft_target", "served", b"served", "slow_steps", b"slow_steps", "targets", b"targets", "tiny", b"tiny", "ttft", b"ttft", "ttft_attained", b"ttft_attained", "ttft_ratio", b"ttft_ratio"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gap_attained", b"_gap_attained", "_itl_attained", b"_itl_attained", "_ttft_attained", b"_ttft_attained", "admission_ttft", b"admission_ttft", "after_start", b"after_start", "e2e", b"e2e", "gap_attained", b"gap_attained", "info", b"info", "itl", b"itl", "itl_attained", b"itl_attained", "late", b"late", "mean_gap", b"mean_gap", "num_admitted", b"num_admitted", "num_ended", b"num_ended", "num_failed", b"num_failed", "num_late", b"num_late", "num_output_tokens", b"num_output_tokens", "oldest_ttft_target", b"oldest_ttft_target", "served", b"served", "sheds", b"sheds", "stages", b"stages", "targets", b"targets", "tenants", b"tenants", "tiny", b"tiny", "tiny_stages", b"tiny_stages", "ttft", b"ttft", "ttft_attained", b"ttft_attained", "ttft_ratio", b"ttft_ratio"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gap_attained", b"_gap_attained", "_itl_attained", b"_itl_attained", "_ttft_attained", b"_ttft_attained", "admission_ttft", b"admission_ttft", "after_start", b"after_start", "e2e", b"e2e", "first_token_waits", b"first_token_waits", "gap_attained", b"gap_attained", "info", b"info", "itl", b"itl", "itl_attained", b"itl_attained", "late", b"late", "mean_gap", b"mean_gap", "num_admitted", b"num_admitted", "num_ended", b"num_ended", "num_failed", b"num_failed", "num_late", b"num_late", "num_output_tokens", b"num_output_tokens", "oldest_ttft_target", b"oldest_ttft_target", "served", b"served", "sheds", b"sheds", "slow_steps", b"slow_steps", "stages", b"stages", "targets", b"targets", "tenants", b"tenants", "tiny", b"tiny", "tiny_stages", b"tiny_stages", "ttft", b"ttft", "ttft_attained", b"ttft_attained", "ttft_ratio", b"ttft_ratio"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__gap_attained: _TypeAlias = _typing.Literal["gap_attained"]  # noqa: Y015
     _WhichOneofArgType__gap_attained: _TypeAlias = _typing.Literal["_gap_attained", b"_gap_attained"]  # noqa: Y015
@@ -1353,6 +1367,69 @@ class LaneStatus(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_attained) -> _WhichOneofReturnType__ttft_attained | None: ...
 
 Global___LaneStatus: _TypeAlias = LaneStatus  # noqa: Y015
+
+@_typing.final
+class FirstTokenWaits(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_FIELD_NUMBER: _builtins.int
+    OLDEST_FIELD_NUMBER: _builtins.int
+    OLDEST_TARGET_FIELD_NUMBER: _builtins.int
+    num: _builtins.int
+    @_builtins.property
+    def oldest(self) -> _duration_pb2.Duration:
+        """The request that arrived first of them: time since its arrival, and its TTFT target (absent if it
+        has none).
+        """
+
+    @_builtins.property
+    def oldest_target(self) -> _duration_pb2.Duration: ...
+    def __init__(
+        self,
+        *,
+        num: _builtins.int = ...,
+        oldest: _duration_pb2.Duration | None = ...,
+        oldest_target: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["oldest", b"oldest", "oldest_target", b"oldest_target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num", b"num", "oldest", b"oldest", "oldest_target", b"oldest_target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FirstTokenWaits: _TypeAlias = FirstTokenWaits  # noqa: Y015
+
+@_typing.final
+class SlowSteps(_message.Message):
+    """Outputs of all lanes, in steps that only decoded and in steps that also computed prompt tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_FIELD_NUMBER: _builtins.int
+    NUM_MIXED_FIELD_NUMBER: _builtins.int
+    NUM_OVER_GAP_FIELD_NUMBER: _builtins.int
+    NUM_OVER_GAP_MIXED_FIELD_NUMBER: _builtins.int
+    num: _builtins.int
+    """In steps longer than the lane's ITL target."""
+    num_mixed: _builtins.int
+    num_over_gap: _builtins.int
+    """In steps longer than the lane's target of a single gap: targets.longest_gap_ms, or the ITL target."""
+    num_over_gap_mixed: _builtins.int
+    def __init__(
+        self,
+        *,
+        num: _builtins.int = ...,
+        num_mixed: _builtins.int = ...,
+        num_over_gap: _builtins.int = ...,
+        num_over_gap_mixed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num", b"num", "num_mixed", b"num_mixed", "num_over_gap", b"num_over_gap", "num_over_gap_mixed", b"num_over_gap_mixed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlowSteps: _TypeAlias = SlowSteps  # noqa: Y015
 
 @_typing.final
 class Ratios(_message.Message):

@@ -34,7 +34,7 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     REFUSAL_REASON_UNSPECIFIED: _RefusalReason.ValueType  # 0
     REFUSAL_REASON_FINGERPRINT: _RefusalReason.ValueType  # 1
     REFUSAL_REASON_TOO_LARGE: _RefusalReason.ValueType  # 2
-    """Larger than the receiver's whole staging memory."""
+    """Larger than the whole staging memory of the receiver, or of the sender."""
     REFUSAL_REASON_NO_ROOM: _RefusalReason.ValueType  # 3
     """No staging became free within the sender's waiting time."""
     REFUSAL_REASON_UNKNOWN_HANDOFF: _RefusalReason.ValueType  # 4
@@ -55,7 +55,7 @@ class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper): ..
 REFUSAL_REASON_UNSPECIFIED: RefusalReason.ValueType  # 0
 REFUSAL_REASON_FINGERPRINT: RefusalReason.ValueType  # 1
 REFUSAL_REASON_TOO_LARGE: RefusalReason.ValueType  # 2
-"""Larger than the receiver's whole staging memory."""
+"""Larger than the whole staging memory of the receiver, or of the sender."""
 REFUSAL_REASON_NO_ROOM: RefusalReason.ValueType  # 3
 """No staging became free within the sender's waiting time."""
 REFUSAL_REASON_UNKNOWN_HANDOFF: RefusalReason.ValueType  # 4
@@ -604,6 +604,7 @@ class LocalReply(_message.Message):
 
     CALL_ID_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     CONFIGURED_FIELD_NUMBER: _builtins.int
     SEND_OPENED_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
@@ -614,6 +615,8 @@ class LocalReply(_message.Message):
     """call_id of the request; 0 for notifications."""
     error: _builtins.str
     """Set if the call failed: cause."""
+    reason: Global___RefusalReason.ValueType
+    """Set if a LocalOpenSend failed for this reason, such as NO_ROOM in the send staging."""
     @_builtins.property
     def configured(self) -> Global___LocalConfigured: ...
     @_builtins.property
@@ -631,6 +634,7 @@ class LocalReply(_message.Message):
         *,
         call_id: _builtins.int = ...,
         error: _builtins.str = ...,
+        reason: Global___RefusalReason.ValueType = ...,
         configured: Global___LocalConfigured | None = ...,
         send_opened: Global___LocalSendOpened | None = ...,
         handoff: Global___LocalHandoffState | None = ...,
@@ -640,7 +644,7 @@ class LocalReply(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["claimed", b"claimed", "configured", b"configured", "handoff", b"handoff", "reply", b"reply", "send", b"send", "send_opened", b"send_opened", "statistics", b"statistics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "claimed", b"claimed", "configured", b"configured", "error", b"error", "handoff", b"handoff", "reply", b"reply", "send", b"send", "send_opened", b"send_opened", "statistics", b"statistics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "claimed", b"claimed", "configured", b"configured", "error", b"error", "handoff", b"handoff", "reason", b"reason", "reply", b"reply", "send", b"send", "send_opened", b"send_opened", "statistics", b"statistics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["configured", "send_opened", "handoff", "claimed", "statistics", "send"]  # noqa: Y015
     _WhichOneofArgType_reply: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
