@@ -60,6 +60,7 @@ def channel(
     address: str,
     *,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
+    max_received_bytes: int | None = None,
     ping_interval_s: float = PING_INTERVAL_S,
     ping_timeout_s: float = PING_TIMEOUT_S,
     dial: Dial = PLAIN,
@@ -70,6 +71,7 @@ def channel(
     Args:
         address: host:port.
         max_message_bytes: Largest message in each direction.
+        max_received_bytes: Largest received message; -1: no limit; None: `max_message_bytes`.
         ping_interval_s: Seconds between pings; below 1 s the server closes the connection.
         ping_timeout_s: Seconds without an answer after which the peer counts as dead.
         dial: TLS files and credential. Callers add `dial.metadata()` to each call themselves.
@@ -77,7 +79,10 @@ def channel(
     """
     options: list[tuple[str, str | int]] = [
         *_keepalive(ping_interval_s, ping_timeout_s),
-        ("grpc.max_receive_message_length", max_message_bytes),
+        (
+            "grpc.max_receive_message_length",
+            max_message_bytes if max_received_bytes is None else max_received_bytes,
+        ),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.initial_reconnect_backoff_ms", 100),
         # Time for one connection attempt, not a pause: a busy peer needs some time to accept.
@@ -131,13 +136,17 @@ class Protection:
 
 
 def server(
-    *, max_message_bytes: int = MAX_MESSAGE_BYTES, protection: Protection | None = None
+    *,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    max_sent_bytes: int = 0,
+    protection: Protection | None = None,
 ) -> grpc.aio.Server:
     """A server with Baton's limits; the caller adds services and a port.
 
     Args:
         max_message_bytes: Largest message in each direction; a longer one is refused by its length
             header, before its content is read.
+        max_sent_bytes: Largest sent message, if larger than `max_message_bytes`.
         protection: Authentication and limits; None allows every call.
     """
     from baton.runtime.security_config import SecurityConfig
@@ -158,7 +167,7 @@ def server(
             *_keepalive(PING_INTERVAL_S, PING_TIMEOUT_S),
             ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
             ("grpc.max_receive_message_length", max_message_bytes),
-            ("grpc.max_send_message_length", max_message_bytes),
+            ("grpc.max_send_message_length", max(max_message_bytes, max_sent_bytes)),
             # A port in use must be an error, not a second listener that gets half of the calls.
             ("grpc.so_reuseport", 0),
             ("grpc.max_metadata_size", limits.max_metadata_bytes),

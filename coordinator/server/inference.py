@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from baton.coordinator.server.intake import Intake, has_images
+from baton.coordinator.server.message_limits import decoder
 from baton.coordinator.server.session_events import generate_events
 from baton.coordinator.server.shell import ClientSession, Shell
 from baton.coordinator.server.stall import StallGuard, slow_reader
@@ -87,13 +88,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
 
 def add_to_server(service: InferenceService, server: grpc.aio.Server) -> None:
-    """Registers the service like the generated code, but without a serializer for events."""
+    """Registers the service like the generated code, but with encoders of its own.
+
+    Events are written encoded, and unknown fields of requests are dropped.
+    """
     handlers: dict[str, Any] = {
         "Generate": grpc.unary_stream_rpc_method_handler(
-            service.Generate, inference_pb2.GenerateRequest.FromString
+            service.Generate, decoder(inference_pb2.GenerateRequest)
         ),
         "Session": grpc.stream_stream_rpc_method_handler(
-            service.Session, inference_pb2.SessionRequest.FromString
+            service.Session, decoder(inference_pb2.SessionRequest)
         ),
         "GetModel": grpc.unary_unary_rpc_method_handler(
             service.GetModel,
