@@ -73,7 +73,7 @@ class BlockingClient(Closing):
 
     Args:
         addresses, max_requests, max_buffered_events, resume_timeout_s, retry_timeout_s, tenant,
-            tls, api_key: See BatonClient.
+            tls, api_key, use_http_proxy: See BatonClient.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class BlockingClient(Closing):
         tenant: str = "",
         tls: Tls | None = None,
         api_key: ApiKey = "",
+        use_http_proxy: bool = False,
     ) -> None:
         self._client = BatonClient(
             addresses,
@@ -97,6 +98,7 @@ class BlockingClient(Closing):
             tenant=tenant,
             tls=tls,
             api_key=api_key,
+            use_http_proxy=use_http_proxy,
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(

@@ -88,6 +88,7 @@ def channel(
         # Time for one connection attempt, not a pause: a busy peer needs some time to accept.
         ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 2_000),
+        ("grpc.enable_http_proxy", int(dial.use_http_proxy)),
         # One connection per channel object: handoffs and tokens do not share a connection.
         ("grpc.use_local_subchannel_pool", 1),
     ]
