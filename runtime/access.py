@@ -106,6 +106,10 @@ class Access:
             )
         return caller
 
+    def knows(self, authorization: str) -> bool:
+        """Whether a credential is valid; counts no refusal."""
+        return isinstance(self._identified(authorization), Caller)
+
     def check_request(
         self,
         caller: Caller,
@@ -262,6 +266,15 @@ class Access:
         if not authorization:
             missing = Unauthenticated("a credential is missing: authorization: Bearer KEY")
             raise self._refused(service, "missing", missing, peer)
+        found = self._identified(authorization)
+        if isinstance(found, Caller):
+            return found
+        reason, who = found
+        told = "the credential has expired" if reason == "expired" else _UNKNOWN
+        raise self._refused(service, reason, Unauthenticated(told), peer, who)
+
+    def _identified(self, authorization: str) -> Caller | tuple[str, str]:
+        """Returns the credential's owner, or why it is not valid and the name of its key."""
         secret, reason, who = secret_of(authorization), "unknown", ""
         now = self._wall_clock()
         key_id = api_keys.id_of(secret)
@@ -277,8 +290,7 @@ class Access:
                 return Caller(token.name, token.grants, token.account)
             except BadToken as error:
                 reason = error.reason
-        told = "the credential has expired" if reason == "expired" else _UNKNOWN
-        raise self._refused(service, reason, Unauthenticated(told), peer, who)
+        return reason, who
 
     def _refused(
         self, service: str, reason: str, error: BatonError, peer: str, who: str = ""

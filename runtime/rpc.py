@@ -35,8 +35,9 @@ PING_INTERVAL_S, PING_TIMEOUT_S = 10.0, 5.0
 _MIN_PING_INTERVAL_MS = 1_000
 # Calls that may wait for a handler. Below gRPC's own limit, calls are refused without a reason.
 _LEAST_PENDING_CALLS = 3_000
-# Streams that need no credential may use this fraction (1/8) of the concurrent calls.
-_OPEN_PART = 8
+# Streams that need no credential may use this fraction (1/8) of the concurrent calls, and other
+# calls without an accepted credential this one (1/4).
+_OPEN_PART, _UNCHECKED_PART = 8, 4
 
 
 def _keepalive(interval_s: float, timeout_s: float) -> list[tuple[str, int]]:
@@ -160,7 +161,8 @@ def server(
         limits.authenticates_clients or limits.authenticates_workers or protection.tls
     ):
         max_open_streams = max(1, limits.max_calls // _OPEN_PART)
-        guards = [Guard(protection.access, max_open_streams, protection.handshakes)]
+        max_unchecked = max(1, limits.max_calls // _UNCHECKED_PART)
+        guards = [Guard(protection.access, max_open_streams, max_unchecked, protection.handshakes)]
     return grpc.aio.server(
         interceptors=guards,
         maximum_concurrent_rpcs=limits.max_calls,
