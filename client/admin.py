@@ -40,6 +40,7 @@ class AdminClient(AsyncClosing):
         timeout_s: Timeout of each call in seconds.
         tls: TLS files; None: no TLS.
         api_key: API key of an operator, if the coordinator requires one.
+        use_http_proxy: Whether to connect through the proxy of `https_proxy` and `http_proxy`.
 
     Attributes:
         may_have_acted: Whether a call may have had an effect: the coordinator responded, or a
@@ -53,9 +54,10 @@ class AdminClient(AsyncClosing):
         timeout_s: float = 10.0,
         tls: Tls | None = None,
         api_key: ApiKey = "",
+        use_http_proxy: bool = False,
     ) -> None:
         self.address = address
-        self._dial = dial(tls, api_key)
+        self._dial = dial(tls, api_key, use_http_proxy=use_http_proxy)
         self._interceptors = interceptors(self._dial) if api_key else []
         self._timeout_s = timeout_s
         self._channel: grpc.aio.Channel | None = None

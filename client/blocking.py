@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import threading
 from collections.abc import Coroutine, Sequence
 from typing import Any, Self, TypeVar, Unpack
@@ -69,11 +70,12 @@ class BlockingStream(Closing):
 class BlockingClient(Closing):
     """BatonClient for threads; its event loop runs in a thread of its own until `close`.
 
-    `with BlockingClient("127.0.0.1:7070") as client:`; any number of threads may use it.
+    `with BlockingClient("127.0.0.1:7070") as client:`; any number of threads may use it. Make
+    the client after a fork: a forked process has no copy of the thread, nor of gRPC's threads.
 
     Args:
         addresses, max_requests, max_buffered_events, resume_timeout_s, retry_timeout_s, tenant,
-            tls, api_key: See BatonClient.
+            tls, api_key, use_http_proxy: See BatonClient.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class BlockingClient(Closing):
         tenant: str = "",
         tls: Tls | None = None,
         api_key: ApiKey = "",
+        use_http_proxy: bool = False,
     ) -> None:
         self._client = BatonClient(
             addresses,
@@ -97,6 +100,7 @@ class BlockingClient(Closing):
             tenant=tenant,
             tls=tls,
             api_key=api_key,
+            use_http_proxy=use_http_proxy,
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -104,6 +108,7 @@ class BlockingClient(Closing):
         )
         self._lock = threading.Lock()
         self._open = True
+        self._process = os.getpid()
         self._thread.start()
         self._call(self._client.__aenter__())
 
@@ -135,6 +140,8 @@ class BlockingClient(Closing):
 
     def close(self) -> None:
         """Cancels running requests, closes the connection and joins the thread; idempotent."""
+        if os.getpid() != self._process:
+            return
         with self._lock:
             if not self._open:
                 return
@@ -155,6 +162,12 @@ class BlockingClient(Closing):
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine in the client's loop and waits for it; Ctrl-C cancels it."""
+        if os.getpid() != self._process:
+            # Before the lock, which another thread may have held during the fork.
+            coroutine.close()
+            raise RuntimeError(
+                "the client was made before this process was forked; make it after the fork"
+            )
         with self._lock:
             if not self._open:
                 coroutine.close()

@@ -48,6 +48,8 @@ class BatonClient(AsyncClosing):
         tls: TLS files; None: no TLS.
         api_key: Credential of requests without `authorization`: an API key, a JWT, or a function
             that returns one; empty: no credential.
+        use_http_proxy: Whether to connect through the HTTP proxy of the environment variables
+            `https_proxy` and `http_proxy`.
         find_other_cell: Called with a model when a request of that model has been without a
             session for 5 s, has lost its session before its first token, or was refused by a
             restarting coordinator; empty: the base model. Returns an open client of another cell
@@ -66,6 +68,7 @@ class BatonClient(AsyncClosing):
         tenant: str = "",
         tls: Tls | None = None,
         api_key: ApiKey = "",
+        use_http_proxy: bool = False,
         find_other_cell: Callable[[str], BatonClient | None] | None = None,
     ) -> None:
         if max_requests < 1 or max_buffered_events < 1:
@@ -77,7 +80,7 @@ class BatonClient(AsyncClosing):
         self._max_buffered_events = max_buffered_events
         self._resume_timeout_s, self._retry_timeout_s = resume_timeout_s, retry_timeout_s
         self._tenant = tenant
-        self._dial = dial(tls, api_key)
+        self._dial = dial(tls, api_key, use_http_proxy=use_http_proxy)
         self._find_other_cell = find_other_cell
         self._connector: Connector | None = None
         self._channels = SharedChannels(self._dial)

@@ -36,7 +36,7 @@ class Tls:
     names: tuple[str, str, str] = ("tls.ca_file", "tls.cert_file", "tls.key_file")
 
 
-def dial(tls: Tls | None, api_key: ApiKey) -> Dial:
+def dial(tls: Tls | None, api_key: ApiKey, *, use_http_proxy: bool = False) -> Dial:
     """Returns the settings with which connections are opened.
 
     Raises:
@@ -51,9 +51,9 @@ def dial(tls: Tls | None, api_key: ApiKey) -> Dial:
 
     credential = bearer(checked)
     if tls is None:
-        return Dial(credential=credential)
+        return Dial(credential=credential, use_http_proxy=use_http_proxy)
     files = TlsFiles(tls.ca_file, tls.cert_file, tls.key_file, names=tls.names)
-    return Dial(files, tls.server_name, credential)
+    return Dial(files, tls.server_name, credential, use_http_proxy)
 
 
 def sendable(authorization: str) -> str:

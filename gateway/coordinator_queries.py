@@ -17,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from baton.gateway import error_responses
 from baton.gateway.error_responses import HttpError
 from baton.runtime.errors import RemoteError
-from baton.runtime.secret_format import fits_header
+from baton.runtime.secret_format import fits_header, secret_of
 
 T = TypeVar("T")
 
@@ -55,8 +55,13 @@ def with_bearer(headers: Headers) -> MutableHeaders:
 
 
 def caller_digest(credential: str) -> bytes:
-    """Identifies a caller by its credential without keeping the secret in memory or on disk."""
-    return hashlib.sha256(credential.encode()).digest()
+    """Identifies a caller by its credential without keeping the secret in memory or on disk.
+
+    All spellings of `authorization` with one key give the same digest, because the limits of one
+    caller apply to them together.
+    """
+    spelled = f"Bearer {secret_of(credential)}" if credential else ""
+    return hashlib.sha256(spelled.encode()).digest()
 
 
 def caller_name(credential: str) -> str:

@@ -13,11 +13,11 @@ from baton.runtime.api_keys import Grants, LaneName
 from baton.runtime.errors import BatonError, PermissionDenied, ResourceExhausted, Unauthenticated
 from baton.runtime.jwt_tokens import BadToken, JwtVerifier
 from baton.runtime.refusals import Refusals
+from baton.runtime.secret_format import secret_of
 from baton.runtime.security_config import JwtConfig, SecurityConfig
 from baton.runtime.watched_file import WatchedFiles, watched_secret
 from baton.v1 import common_pb2
 
-_SCHEME = "bearer "
 _INFERENCE, _ADMIN = "Inference", "Admin"
 # Callers get this text only; operators find the exact reason in the log and the metrics.
 _UNKNOWN = "the credential is not valid here"
@@ -105,6 +105,10 @@ class Access:
                 caller.name,
             )
         return caller
+
+    def knows(self, authorization: str) -> bool:
+        """Whether a credential is valid; counts no refusal."""
+        return isinstance(self._identified(authorization), Caller)
 
     def check_request(
         self,
@@ -251,7 +255,7 @@ class Access:
             if not authorization:
                 missing = Unauthenticated("workers need the cluster token")
                 raise self._refused(service, "missing", missing, peer)
-            if not hmac.compare_digest(_secret(authorization).encode(), token.encode()):
+            if not hmac.compare_digest(secret_of(authorization).encode(), token.encode()):
                 raise self._refused(service, "unknown", Unauthenticated(_UNKNOWN), peer)
         elif self._config.needs_certificates and not set(names) & set(self._config.cluster_names):
             refusal = PermissionDenied("the certificate names none of security.cluster_names")
@@ -262,7 +266,16 @@ class Access:
         if not authorization:
             missing = Unauthenticated("a credential is missing: authorization: Bearer KEY")
             raise self._refused(service, "missing", missing, peer)
-        secret, reason, who = _secret(authorization), "unknown", ""
+        found = self._identified(authorization)
+        if isinstance(found, Caller):
+            return found
+        reason, who = found
+        told = "the credential has expired" if reason == "expired" else _UNKNOWN
+        raise self._refused(service, reason, Unauthenticated(told), peer, who)
+
+    def _identified(self, authorization: str) -> Caller | tuple[str, str]:
+        """Returns the credential's owner, or why it is not valid and the name of its key."""
+        secret, reason, who = secret_of(authorization), "unknown", ""
         now = self._wall_clock()
         key_id = api_keys.id_of(secret)
         if key_id is not None and self._keys is not None:
@@ -277,8 +290,7 @@ class Access:
                 return Caller(token.name, token.grants, token.account)
             except BadToken as error:
                 reason = error.reason
-        told = "the credential has expired" if reason == "expired" else _UNKNOWN
-        raise self._refused(service, reason, Unauthenticated(told), peer, who)
+        return reason, who
 
     def _refused(
         self, service: str, reason: str, error: BatonError, peer: str, who: str = ""
@@ -294,10 +306,3 @@ def _release(slots: dict[str, Counter[object]], account: str, slot: object) -> N
         del held[slot]
     if not held:
         del slots[account]
-
-
-def _secret(authorization: str) -> str:
-    """The text after "Bearer "; the whole header when it does not start with "Bearer "."""
-    if authorization[: len(_SCHEME)].lower() == _SCHEME:
-        return authorization[len(_SCHEME) :].strip()
-    return authorization

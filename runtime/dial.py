@@ -27,11 +27,14 @@ class Dial:
         tls: TLS files; None means plain text.
         server_name: Name that the server's certificate must have; empty means the dialled host.
         credential: Returns the `authorization` value of calls, "Bearer ..."; empty means none.
+        use_http_proxy: Whether channels use the proxy of `https_proxy` and `http_proxy`. gRPC's own
+            default would send even loopback connections within a cell to it.
     """
 
     tls: TlsFiles | None = None
     server_name: str = ""
     credential: Callable[[], str] = _no_credential
+    use_http_proxy: bool = False
 
     @property
     def version(self) -> int:

@@ -7,7 +7,6 @@ credential.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from baton.runtime.errors import (
     abort,
 )
 from baton.runtime.tls import Handshakes
+from baton.runtime.unchecked_calls import CURRENT, UncheckedCall, UncheckedCalls, evicted_error
 
 if TYPE_CHECKING:
     from baton.runtime.access import Access
@@ -30,13 +30,15 @@ if TYPE_CHECKING:
 _ADMIN = "baton.v1.Admin"
 _CELL_SERVICES = frozenset({"baton.v1.Cluster", "baton.v1.KvTransfer"})
 _TRANSFER = "/baton.v1.KvTransfer/"
-# Longest wait for the first message of a stream that is refused.
+# Longest wait for the first message of a call that is refused.
 _FIRST_MESSAGE_TIMEOUT_S = 2.0
 # Longest wait for the request message of a unary call; gRPC itself would wait without limit.
 _MESSAGE_TIMEOUT_S = 30.0
 # Package of the health and reflection services, which need no credential.
 _OPEN_PACKAGE = "/grpc."
 _GET_MODEL = "/baton.v1.Inference/GetModel"
+# The service ends the count of its unchecked calls itself.
+_SESSION = "/baton.v1.Inference/Session"
 
 
 class Guard(grpc.aio.ServerInterceptor):
@@ -47,14 +49,20 @@ class Guard(grpc.aio.ServerInterceptor):
     Args:
         access: Checks credentials and certificates.
         max_open_streams: Limit of concurrent streams that need no credential.
+        max_unchecked_calls: Limit of other concurrent calls without an accepted credential.
         handshakes: Notified of each call's peer; None without TLS.
     """
 
     def __init__(
-        self, access: Access, max_open_streams: int, handshakes: Handshakes | None = None
+        self,
+        access: Access,
+        max_open_streams: int,
+        max_unchecked_calls: int,
+        handshakes: Handshakes | None = None,
     ) -> None:
         self._access, self._handshakes = access, handshakes
         self._max_open_streams, self._num_open_streams = max_open_streams, 0
+        self._unchecked = UncheckedCalls(max_unchecked_calls)
 
     async def intercept_service(
         self,
@@ -69,11 +77,10 @@ class Guard(grpc.aio.ServerInterceptor):
             inner = getattr(handler, kind)
             if inner is not None:
                 # Transfer frames are large, so a refused stream of frames is not read at all.
-                reads_before_refusal = kind.startswith("stream") and not method.startswith(
-                    _TRANSFER
-                )
+                reads_before_refusal = not method.startswith(_TRANSFER)
                 guarded = self._guarded(
                     inner,
+                    method,
                     check,
                     takes_one_message=kind.startswith("unary"),
                     reads_before_refusal=reads_before_refusal,
@@ -105,6 +112,7 @@ class Guard(grpc.aio.ServerInterceptor):
     def _guarded(
         self,
         inner: Any,
+        method: str,
         check: Callable[[Any], None] | None,
         *,
         takes_one_message: bool,
@@ -114,28 +122,48 @@ class Guard(grpc.aio.ServerInterceptor):
 
         Args:
             inner: Handler.
+            method: Full name of the method.
             check: Raises BatonError to refuse the call; None means no check.
             takes_one_message: Whether `inner` takes one request message, which this wrapper reads
                 with a timeout, instead of a stream of messages.
-            reads_before_refusal: Whether to read the first message of a stream before refusing
-                the stream. A client that is still writing this message would report an earlier
-                refusal as an internal error.
+            reads_before_refusal: Whether to read the first message of a call before refusing the
+                call. A client that is still writing this message would report an earlier refusal
+                as an internal error.
         """
+        has_own_limit = method.startswith(_OPEN_PACKAGE) and not takes_one_message
 
         async def guarded(request: Any, context: Any) -> Any:
             if self._handshakes is not None:
                 self._handshakes.on_call(context.peer())
+            call: UncheckedCall | None = None
             try:
+                # Before the message is read: a stranger's call must not hold one for long.
+                try:
+                    if check is not None:
+                        check(context)
+                except BatonError as error:
+                    if reads_before_refusal:
+                        call = self._unchecked.add()
+                        await _read(context, call, _FIRST_MESSAGE_TIMEOUT_S)
+                    await abort(context, error)
+                if check is None and not has_own_limit and not self._is_accepted(method, context):
+                    call = self._unchecked.add()
                 if takes_one_message:
-                    request = await _message(context)
-                if check is not None:
-                    check(context)
-            except BatonError as error:
-                if reads_before_refusal:
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(_FIRST_MESSAGE_TIMEOUT_S):
-                            await context.read()
-                await abort(context, error)
+                    try:
+                        request = await _message(context, call)
+                    except BatonError as error:
+                        await abort(context, error)
+                if method == _SESSION:
+                    CURRENT.set(call)
+                elif call is not None:
+                    # The handler checks the credential of the request at once.
+                    call.leave()
+                return await handled(request, context)
+            finally:
+                if call is not None:
+                    call.leave()
+
+        async def handled(request: Any, context: Any) -> Any:
             if inspect.isasyncgenfunction(inner):
                 async for response in inner(request, context):
                     await context.write(response)
@@ -143,6 +171,15 @@ class Guard(grpc.aio.ServerInterceptor):
             return await inner(request, context)
 
         return guarded
+
+    def _is_accepted(self, method: str, context: Any) -> bool:
+        """Whether a call without a check here needs no credential, or has a valid one.
+
+        A session is accepted with its first request, because only requests count for a tenant.
+        """
+        if not self._access.needs_credentials:
+            return True
+        return method != _SESSION and self._access.knows(authorization(context))
 
     def _counted(self, inner: Any) -> Any:
         """Limits the number of concurrent streams that need no credential."""
@@ -161,14 +198,28 @@ class Guard(grpc.aio.ServerInterceptor):
         return counted
 
 
-async def _message(context: Any) -> Any:
-    """Reads the request message of a unary call. Raises BatonError if none arrives in time."""
+async def _read(context: Any, call: UncheckedCall | None, timeout_s: float) -> Any:
+    """Reads a message; None if none arrives in time or the call was evicted."""
     try:
-        async with asyncio.timeout(_MESSAGE_TIMEOUT_S):
-            found = await context.read()
+        async with asyncio.timeout(timeout_s) as limit:
+            if call is not None:
+                call.on_evict = lambda: limit.reschedule(asyncio.get_running_loop().time())
+            return await context.read()
     except TimeoutError:
+        return None
+    finally:
+        if call is not None:
+            call.on_evict = None
+
+
+async def _message(context: Any, call: UncheckedCall | None) -> Any:
+    """Reads the request message of a unary call. Raises BatonError if none arrives in time."""
+    found = await _read(context, call, _MESSAGE_TIMEOUT_S)
+    if call is not None and call.evicted:
+        raise evicted_error()
+    if found is None:
         late = f"the request message did not arrive within {_MESSAGE_TIMEOUT_S:g} s"
-        raise DeadlineExceeded(late) from None
+        raise DeadlineExceeded(late)
     if found is grpc.aio.EOF:
         raise InvalidArgument("request", None, "must be one message")
     return found

@@ -29,23 +29,32 @@ MAX_MESSAGE_BYTES = 16 * 2**20
 # Transfer frames are larger than anything else.
 MAX_FRAME_BYTES = 64 * 2**20
 
-# A peer that vanishes without closing (stopped, power, network) is noticed within 15 s.
+# A peer that vanishes without closing (power, network) is noticed within 15 s, and so is a server
+# that is stopped.
 PING_INTERVAL_S, PING_TIMEOUT_S = 10.0, 5.0
+# A server waits this long for the answer to a ping: a client's answer comes after the request that
+# the client is still sending, perhaps over a slow connection. A host that acknowledges no sent
+# bytes is noticed sooner, after PING_TIMEOUT_S.
+_SERVER_PING_TIMEOUT_S = 60.0
 # The server disconnects clients that ping faster than this; every ping interval is longer.
 _MIN_PING_INTERVAL_MS = 1_000
 # Calls that may wait for a handler. Below gRPC's own limit, calls are refused without a reason.
 _LEAST_PENDING_CALLS = 3_000
-# Streams that need no credential may use this fraction (1/8) of the concurrent calls.
-_OPEN_PART = 8
+# Streams that need no credential may use this fraction (1/8) of the concurrent calls, and other
+# calls without an accepted credential this one (1/4).
+_OPEN_PART, _UNCHECKED_PART = 8, 4
 
 
-def _keepalive(interval_s: float, timeout_s: float) -> list[tuple[str, int]]:
+def _keepalive(
+    interval_s: float, timeout_s: float, ping_timeout_s: float | None = None
+) -> list[tuple[str, int]]:
     timeout_ms = round(timeout_s * 1e3)
+    ping_timeout_ms = timeout_ms if ping_timeout_s is None else round(ping_timeout_s * 1e3)
     return [
         ("grpc.keepalive_time_ms", round(interval_s * 1e3)),
         ("grpc.keepalive_timeout_ms", timeout_ms),
         # gRPC uses the longer of the two timeouts; this one is a minute by default.
-        ("grpc.http2.ping_timeout_ms", timeout_ms),
+        ("grpc.http2.ping_timeout_ms", ping_timeout_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]
@@ -60,6 +69,7 @@ def channel(
     address: str,
     *,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
+    max_received_bytes: int | None = None,
     ping_interval_s: float = PING_INTERVAL_S,
     ping_timeout_s: float = PING_TIMEOUT_S,
     dial: Dial = PLAIN,
@@ -70,6 +80,7 @@ def channel(
     Args:
         address: host:port.
         max_message_bytes: Largest message in each direction.
+        max_received_bytes: Largest received message; -1: no limit; None: `max_message_bytes`.
         ping_interval_s: Seconds between pings; below 1 s the server closes the connection.
         ping_timeout_s: Seconds without an answer after which the peer counts as dead.
         dial: TLS files and credential. Callers add `dial.metadata()` to each call themselves.
@@ -77,12 +88,16 @@ def channel(
     """
     options: list[tuple[str, str | int]] = [
         *_keepalive(ping_interval_s, ping_timeout_s),
-        ("grpc.max_receive_message_length", max_message_bytes),
+        (
+            "grpc.max_receive_message_length",
+            max_message_bytes if max_received_bytes is None else max_received_bytes,
+        ),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.initial_reconnect_backoff_ms", 100),
         # Time for one connection attempt, not a pause: a busy peer needs some time to accept.
         ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 2_000),
+        ("grpc.enable_http_proxy", int(dial.use_http_proxy)),
         # One connection per channel object: handoffs and tokens do not share a connection.
         ("grpc.use_local_subchannel_pool", 1),
     ]
@@ -131,13 +146,17 @@ class Protection:
 
 
 def server(
-    *, max_message_bytes: int = MAX_MESSAGE_BYTES, protection: Protection | None = None
+    *,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    max_sent_bytes: int = 0,
+    protection: Protection | None = None,
 ) -> grpc.aio.Server:
     """A server with Baton's limits; the caller adds services and a port.
 
     Args:
         max_message_bytes: Largest message in each direction; a longer one is refused by its length
             header, before its content is read.
+        max_sent_bytes: Largest sent message, if larger than `max_message_bytes`.
         protection: Authentication and limits; None allows every call.
     """
     from baton.runtime.security_config import SecurityConfig
@@ -150,15 +169,16 @@ def server(
         limits.authenticates_clients or limits.authenticates_workers or protection.tls
     ):
         max_open_streams = max(1, limits.max_calls // _OPEN_PART)
-        guards = [Guard(protection.access, max_open_streams, protection.handshakes)]
+        max_unchecked = max(1, limits.max_calls // _UNCHECKED_PART)
+        guards = [Guard(protection.access, max_open_streams, max_unchecked, protection.handshakes)]
     return grpc.aio.server(
         interceptors=guards,
         maximum_concurrent_rpcs=limits.max_calls,
         options=[
-            *_keepalive(PING_INTERVAL_S, PING_TIMEOUT_S),
+            *_keepalive(PING_INTERVAL_S, PING_TIMEOUT_S, _SERVER_PING_TIMEOUT_S),
             ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
             ("grpc.max_receive_message_length", max_message_bytes),
-            ("grpc.max_send_message_length", max_message_bytes),
+            ("grpc.max_send_message_length", max(max_message_bytes, max_sent_bytes)),
             # A port in use must be an error, not a second listener that gets half of the calls.
             ("grpc.so_reuseport", 0),
             ("grpc.max_metadata_size", limits.max_metadata_bytes),

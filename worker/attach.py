@@ -189,8 +189,11 @@ class Attachment:
         while True:
             attached = asyncio.Event()
             try:
-                # A new channel per attempt, because a failed channel applies its own backoff.
-                async with rpc.channel(self._address, dial=self._dial) as channel:
+                # A new channel per attempt, because a failed channel applies its own backoff. The
+                # coordinator bounds its commands by its own configuration, which may differ.
+                async with rpc.channel(
+                    self._address, max_received_bytes=-1, dial=self._dial
+                ) as channel:
                     await self._stream(cluster_pb2_grpc.ClusterStub(channel), attached)
                 return
             except _StreamLost as lost:

@@ -6,9 +6,14 @@ import asyncio
 
 from baton.engine.base import Engine
 from baton.runtime.durations import to_seconds
+from baton.runtime.errors import InvalidArgument
+from baton.runtime.rpc import MAX_MESSAGE_BYTES
 from baton.v1 import cluster_pb2
 from baton.worker.command_tasks import CommandTasks
 from baton.worker.outbox import Outbox
+
+# Size limit of an answer; the rest is for the fields around it.
+_MAX_BYTES = MAX_MESSAGE_BYTES - 64
 
 
 class Renders:
@@ -53,6 +58,14 @@ class Renders:
                 self._turn.release()
             rendered.prompt_token_ids.extend(prompt.token_ids)
             rendered.images.extend(prompt.images)
+            if (num_bytes := rendered.ByteSize()) > _MAX_BYTES:
+                # gRPC would end the stream, and each later one, because the answer is sent again.
+                rendered = cluster_pb2.Rendered(render_id=command.render_id)
+                raise InvalidArgument(
+                    "chat",
+                    f"{len(prompt.token_ids)} tokens ({num_bytes} bytes)",
+                    f"must be at most {_MAX_BYTES} bytes",
+                )
         except Exception as error:
             rendered.failed.CopyFrom(self._tasks.failed(error))
         self._outbox.post(cluster_pb2.WorkerMessage(rendered=rendered))

@@ -145,6 +145,7 @@ class Core:
             ev.Submitted: self._submitted,
             ev.StreamCancelled: self._stream_cancelled,
             ev.RequestCancelled: self._request_cancelled,
+            ev.RequestFailed: self._request_failed,
             ev.StreamFailed: self._stream_failed,
             ev.SessionLost: self._session_lost,
             ev.WorkerAttached: self._worker_attached,
@@ -386,6 +387,11 @@ class Core:
         request = self._lifecycle.requests.get(event.key)
         if request is not None:
             self._lifecycle.cancel(request, now)
+
+    def _request_failed(self, event: ev.RequestFailed, now: float) -> None:
+        request = self._lifecycle.requests.get(event.key)
+        if request is not None:
+            self._lifecycle.fail(request, event.error, now)
 
     def _stream_failed(self, event: ev.StreamFailed, now: float) -> None:
         request = self._lifecycle.requests.by_stream(event.to)

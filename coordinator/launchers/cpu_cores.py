@@ -6,7 +6,6 @@ runs during a prefill slows the prefill down.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,6 +92,7 @@ class CorePlaces:
     def __init__(self, config: BatonConfig) -> None:
         self._shares = on_this_host(config)
         self._places: dict[str, int] = {}
+        self._ending: set[str] = set()
         cpus = list(self._shares.transfer)
         if cpus and not config.kv_transfer.cpus:
             transfer = config.kv_transfer.model_copy(update={"cpus": cpus})
@@ -101,17 +101,31 @@ class CorePlaces:
         self.config = config
 
     def take(self, worker_id: str, num_ranks: int) -> dict[str, str]:
-        """Assigns the first free share to a worker; returns the environment that binds its engine.
+        """Assigns a share to a worker; returns the environment that binds its engine.
+
+        It is the first free share. If no share is free, it is the share of a worker that is ending.
 
         Args:
             worker_id: ID of the worker.
             num_ranks: ranks of the worker's engine; a rollout may change the configured number.
         """
-        taken = self._places.values()
-        place = next(place for place in itertools.count() if place not in taken)
+        ending = {self._places[one] for one in self._ending}
+        staying = {place for one, place in self._places.items() if one not in self._ending}
+        num_shares = len(self._shares.engines)
+        # The places from `num_shares` on have no cores of their own.
+        place = min(
+            set(range(num_shares + len(staying) + 1)) - staying,
+            key=lambda place: (place >= num_shares, place in ending, place),
+        )
         self._places[worker_id] = place
         return self._shares.environment(place, num_ranks)
+
+    def ends(self, worker_id: str) -> None:
+        """Marks a worker as ending; ignores unknown workers."""
+        if worker_id in self._places:
+            self._ending.add(worker_id)
 
     def give_back(self, worker_id: str) -> None:
         """Frees a worker's share; ignores unknown workers."""
         self._places.pop(worker_id, None)
+        self._ending.discard(worker_id)

@@ -73,6 +73,7 @@ class LocalLauncher:
         coordinator: host:port that the workers attach to.
         on_exit: Called once for each worker that ends without being told to.
         command: Command that runs a worker; the arguments of `baton` are appended.
+        on_waits: See OnWaits.
     """
 
     def __init__(
@@ -81,8 +82,10 @@ class LocalLauncher:
         coordinator: str,
         on_exit: Callable[[WorkerExit], None],
         command: Sequence[str] = BATON,
+        on_waits: OnWaits = lambda worker_id, reason: None,
     ) -> None:
         self._coordinator, self._on_exit, self._command = coordinator, on_exit, command
+        self._on_waits = on_waits
         self._places = CorePlaces(config)
         self._gpus = GpuPlaces(gpus_here() if config.engine == "vllm" else [])
         self._children: dict[str, WorkerProcess] = {}
@@ -96,6 +99,7 @@ class LocalLauncher:
         environment = self._places.take(worker_id, num_ranks)
         environment |= self._gpus.take(worker_id, num_ranks)
         try:
+            await self._wait_for_gpus(worker_id)
             self._children[worker_id] = await WorkerProcess.start(
                 worker_id,
                 role,
@@ -112,14 +116,26 @@ class LocalLauncher:
     async def end(self, worker_id: str) -> None:
         child = self._children.get(worker_id)
         if child is not None:
-            await child.stop(self._stop_timeout_s)
-            self._children.pop(worker_id, None)
-            self._give_back(worker_id)
+            self._places.ends(worker_id)
+            self._gpus.ends(worker_id)
+            try:
+                await child.stop(self._stop_timeout_s)
+                self._children.pop(worker_id, None)
+            finally:
+                self._give_back(worker_id)
 
     async def stop(self) -> None:
         async with asyncio.TaskGroup() as group:
             for worker_id in list(self._children):
                 group.create_task(self.end(worker_id))
+
+    async def _wait_for_gpus(self, worker_id: str) -> None:
+        """Waits until the workers that are ending have left the GPUs of this worker."""
+        if blocked_by := self._gpus.blocked_by(worker_id):
+            others = ", ".join(blocked_by)
+            self._on_waits(worker_id, f"waits for GPUs, until these workers have ended: {others}")
+            await self._gpus.unblocked(worker_id)
+            self._on_waits(worker_id, "")
 
     def _give_back(self, worker_id: str) -> None:
         self._places.give_back(worker_id)

@@ -23,11 +23,11 @@ def make_launcher(
         coordinator: host:port that the workers attach to.
         on_exit: Called once for each worker that ends without being told to.
         command: Command that runs a worker; the arguments of `baton` are appended.
-        on_waits: See OnWaits; the local launcher never calls it.
+        on_waits: See OnWaits.
 
     Raises:
         ConfigError: The launcher's dependencies are not installed.
     """
     if config.launcher == "ray":
         return RayLauncher(config, coordinator, on_exit, command, on_waits)
-    return LocalLauncher(config, coordinator, on_exit, command)
+    return LocalLauncher(config, coordinator, on_exit, command, on_waits)

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from baton.coordinator.server.intake import Intake, has_images
+from baton.coordinator.server.message_limits import decoder
 from baton.coordinator.server.session_events import generate_events
 from baton.coordinator.server.shell import ClientSession, Shell
 from baton.coordinator.server.stall import StallGuard, slow_reader
@@ -24,6 +25,7 @@ from baton.runtime.errors import (
     abort,
 )
 from baton.runtime.guard import authorization
+from baton.runtime.unchecked_calls import CURRENT, evicted_error
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 # Seconds within which a session must be charged to a tenant: it must send a request with a valid
@@ -87,13 +89,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
 
 def add_to_server(service: InferenceService, server: grpc.aio.Server) -> None:
-    """Registers the service like the generated code, but without a serializer for events."""
+    """Registers the service like the generated code, but with encoders of its own.
+
+    Events are written encoded, and unknown fields of requests are dropped.
+    """
     handlers: dict[str, Any] = {
         "Generate": grpc.unary_stream_rpc_method_handler(
-            service.Generate, inference_pb2.GenerateRequest.FromString
+            service.Generate, decoder(inference_pb2.GenerateRequest)
         ),
         "Session": grpc.stream_stream_rpc_method_handler(
-            service.Session, inference_pb2.SessionRequest.FromString
+            service.Session, decoder(inference_pb2.SessionRequest)
         ),
         "GetModel": grpc.unary_unary_rpc_method_handler(
             service.GetModel,
@@ -167,6 +172,7 @@ class _SessionCall:
         self._max_requests = config.max_requests_per_session
         self._session = session = shell.open_session()
         self._guard = _guard(shell, session, context)
+        self._unchecked = CURRENT.get()
         self._submitting: dict[int, asyncio.Task[None]] = {}
         # Why the session ends: it was not charged to any tenant in time. None: it may go on.
         self._not_charged: BatonError | None = None
@@ -186,6 +192,10 @@ class _SessionCall:
         if not self._may_stay_open:
             loop = asyncio.get_running_loop()
             timer = loop.call_later(_CHARGE_TIMEOUT_S, self._end_if_not_charged, reader)
+            if self._unchecked is not None:
+                self._unchecked.on_evict = lambda: self._evict(reader)
+                if self._unchecked.evicted:
+                    self._evict(reader)
         try:
             await self._write(reader)
         finally:
@@ -204,6 +214,11 @@ class _SessionCall:
         if not self._may_stay_open and not reader.done():
             self._not_charged = self._last_refusal
             reader.cancel()
+
+    def _evict(self, reader: asyncio.Task[None]) -> None:
+        """Ends a session that is not charged to a tenant, because newer calls take its place."""
+        self._last_refusal = evicted_error()
+        self._end_if_not_charged(reader)
 
     def close(self) -> None:
         """Cancels everything that has not ended.
@@ -288,6 +303,8 @@ class _SessionCall:
         except ResourceExhausted as error:
             self._last_refusal = error
             raise
+        if self._unchecked is not None:
+            self._unchecked.leave()
         return caller
 
     async def _submit_later(

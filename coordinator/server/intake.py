@@ -7,7 +7,7 @@ import math
 import os
 import re
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import replace
 
 from google.rpc import code_pb2
@@ -16,6 +16,7 @@ from baton.coordinator.core.core import Core
 from baton.coordinator.core.resumed_stop import known_stop
 from baton.coordinator.lanes.admission import queue_full
 from baton.coordinator.server.image_checks import HeldImages, check_images
+from baton.coordinator.server.message_limits import TOKEN_BYTES, max_command_bytes
 from baton.coordinator.server.renders import RenderedChat, Renders
 from baton.coordinator.server.validation import (
     ModelLimits,
@@ -29,7 +30,12 @@ from baton.coordinator.state.requests import Request, StreamKey, Submission, wit
 from baton.runtime.access import ANYONE, Access, Caller
 from baton.runtime.config import BatonConfig
 from baton.runtime.enum_names import lane_name
-from baton.runtime.errors import BatonError, ContextLengthExceeded, ResourceExhausted
+from baton.runtime.errors import (
+    BatonError,
+    ContextLengthExceeded,
+    InvalidArgument,
+    ResourceExhausted,
+)
 from baton.runtime.fair_places import FairPlaces
 from baton.runtime.names import DEFAULT_TENANT, cache_salt_of
 from baton.runtime.tokenization import Tokenizer
@@ -72,6 +78,7 @@ class Intake:
         self._core, self._tokenizer, self._config = core, tokenizer, config
         self._access = access
         self._model_path = model_path
+        self._max_command_bytes = max_command_bytes(config)
         self._known: common_pb2.ModelDescription | None = None
         self._known_limits: tuple[common_pb2.ModelDescription, ModelLimits] | None = None
         # Valid sampling parameters by encoded form and vocabulary size.
@@ -348,6 +355,7 @@ class Intake:
             tokenizer.extra_eos_token_ids,
             tokenizer.decode,
         )
+        self._check_command_size(request, sampling, (prompt, known), chat)
         tenant = _tenant(request, caller)
         traceparent = request.traceparent if _TRACEPARENT.fullmatch(request.traceparent) else ""
         return Submission(
@@ -373,6 +381,24 @@ class Intake:
             images=chat.images if chat is not None else (),
             chat=_copied(request.chat) if chat is not None else None,
         )
+
+    def _check_command_size(
+        self,
+        request: inference_pb2.GenerateRequest,
+        sampling: common_pb2.SamplingParams,
+        tokens: Iterable[Sized],
+        chat: RenderedChat | None,
+    ) -> None:
+        """Raises InvalidArgument if the request's commands would not fit a worker's message."""
+        num_bytes = sampling.ByteSize() + TOKEN_BYTES * sum(map(len, tokens))
+        if chat is not None:
+            num_bytes += request.chat.ByteSize() + sum(one.ByteSize() for one in chat.images)
+        if num_bytes > self._max_command_bytes:
+            raise InvalidArgument(
+                request.WhichOneof("prompt") or "prompt",
+                f"{num_bytes} bytes with the other parts of a worker's command",
+                f"at most {self._max_command_bytes} bytes",
+            )
 
     async def _rendered(self, request: inference_pb2.GenerateRequest) -> RenderedChat:
         """Lets a worker of the request's fleet render its chat."""

@@ -7,7 +7,8 @@ from collections import deque
 
 from baton.coordinator.state.events import Command
 from baton.coordinator.state.requests import WorkerKey
-from baton.runtime.errors import BatonError
+from baton.runtime.errors import BatonError, InvalidArgument
+from baton.runtime.rpc import MAX_MESSAGE_BYTES
 from baton.runtime.wire import field, length_tag, varint_tag
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -15,6 +16,8 @@ _MAX_KEPT_MESSAGES = 8192
 _MAX_KEPT_BYTES = 64 * 2**20
 # Number of received messages after which a bare acknowledgement is sent.
 _ACK_EVERY = 64
+# Size limit of the fields around a command in its message.
+ENVELOPE_BYTES = 64
 # Limits of one message with several commands; a longer command is sent alone.
 MAX_BATCH_MESSAGES, _MAX_BATCH_BYTES = 256, 2**20
 
@@ -54,6 +57,7 @@ class WorkerLink:
     Args:
         key: the worker incarnation.
         image_bytes: size of the images that its commands may carry, beside their other parts.
+        max_command_bytes: size limit of one command; gRPC must carry it in both processes.
 
     Attributes:
         role: role that the worker must serve.
@@ -64,9 +68,15 @@ class WorkerLink:
         error: error that ends the stream once `ended` is true.
     """
 
-    def __init__(self, key: WorkerKey, image_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        key: WorkerKey,
+        image_bytes: int = 0,
+        max_command_bytes: int = MAX_MESSAGE_BYTES - ENVELOPE_BYTES,
+    ) -> None:
         self.key = key
-        self._max_kept_bytes = _MAX_KEPT_BYTES + image_bytes
+        self._max_command_bytes = max_command_bytes
+        self._max_kept_bytes = max(_MAX_KEPT_BYTES, 4 * max_command_bytes) + image_bytes
         self.role: common_pb2.Role.ValueType = common_pb2.ROLE_UNSPECIFIED
         self.adopted: tuple[cluster_pb2.AdoptedRequest, ...] = ()
         self.received = 0
@@ -110,8 +120,19 @@ class WorkerLink:
 
         Returns:
             False if the kept commands exceed the limit because the worker does not acknowledge.
+
+        Raises:
+            InvalidArgument: The command is too large. It is not kept, because gRPC would end this
+                stream and each later one.
         """
-        message = field(_SEQ, self._next_seq) + _encoded(command)
+        encoded = _encoded(command)
+        if len(encoded) > self._max_command_bytes:
+            raise InvalidArgument(
+                "request",
+                f"{len(encoded)} bytes as a worker's command",
+                f"must be at most {self._max_command_bytes} bytes",
+            )
+        message = field(_SEQ, self._next_seq) + encoded
         self._next_seq += 1
         self._kept.append(message)
         self._num_bytes += len(message)

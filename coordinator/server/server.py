@@ -20,6 +20,8 @@ from baton.coordinator.server.admin import AdminService
 from baton.coordinator.server.attach import ClusterService
 from baton.coordinator.server.inference import InferenceService
 from baton.coordinator.server.intake import Intake
+from baton.coordinator.server.link import ENVELOPE_BYTES
+from baton.coordinator.server.message_limits import max_command_bytes
 from baton.coordinator.server.shell import Shell
 from baton.coordinator.server.status import SAMPLE_S
 from baton.coordinator.state import events as ev
@@ -80,7 +82,9 @@ class Coordinator:
 
     def __init__(self, config: BatonConfig, *, launched: bool = False) -> None:
         self._config, self._launched = config, launched
-        self.shell = Shell(Core(CoreConfig.of(config)), config.images.max_held_bytes)
+        self.shell = Shell(
+            Core(CoreConfig.of(config)), config.images.max_held_bytes, max_command_bytes(config)
+        )
         self._members_changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -126,6 +130,7 @@ class Coordinator:
         # The message limit is larger than the prompt limit, so that the error can name the latter.
         self._server = rpc.server(
             max_message_bytes=max(rpc.MAX_MESSAGE_BYTES, 2 * coordinator.max_prompt_bytes + 2**20),
+            max_sent_bytes=max_command_bytes(self._config) + ENVELOPE_BYTES,
             protection=protection,
         )
         cleanup.push_async_callback(self._server.stop, None)

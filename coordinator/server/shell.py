@@ -14,7 +14,7 @@ from baton.coordinator.core.core import Core
 from baton.coordinator.launchers.launch_supervisor import LaunchSupervisor
 from baton.coordinator.server.cache_drops import CacheDrops
 from baton.coordinator.server.call_tenants import CallTenants
-from baton.coordinator.server.link import WorkerLink
+from baton.coordinator.server.link import ENVELOPE_BYTES, WorkerLink
 from baton.coordinator.server.outbox import Outbox
 from baton.coordinator.server.profiles import Profiles
 from baton.coordinator.server.renders import Renders
@@ -22,10 +22,11 @@ from baton.coordinator.server.session_events import encoded_deltas
 from baton.coordinator.server.stall import slow_reader
 from baton.coordinator.server.traces import request_span
 from baton.coordinator.state import events as ev
-from baton.coordinator.state.requests import StreamKey, WorkerKey
+from baton.coordinator.state.requests import RequestKey, StreamKey, WorkerKey
 from baton.coordinator.state.slow_steps import Cause, Stall
 from baton.coordinator.telemetry.stalls import MAX_STALLS
-from baton.runtime.errors import BatonError
+from baton.runtime.errors import BatonError, InvalidArgument
+from baton.runtime.rpc import MAX_MESSAGE_BYTES
 from baton.runtime.tracing import Tracing
 from baton.v1 import cluster_pb2, inference_pb2
 
@@ -102,11 +103,18 @@ class Shell:
     Args:
         core: the core.
         held_image_bytes: limit of the images that commands may carry at the same time.
+        max_command_bytes: size limit of one command.
     """
 
-    def __init__(self, core: Core, held_image_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        core: Core,
+        held_image_bytes: int = 0,
+        max_command_bytes: int = MAX_MESSAGE_BYTES - ENVELOPE_BYTES,
+    ) -> None:
         self.core = core
         self._held_image_bytes = held_image_bytes
+        self._max_command_bytes = max_command_bytes
         self.tracing: Tracing | None = None
         # The latest slow writes: session number, start and end.
         self._slow_writes: deque[tuple[int, float, float]] = deque(maxlen=_MAX_SLOW_WRITES)
@@ -288,7 +296,11 @@ class Shell:
                 self.post(ev.WorkerDetached(link.key))
 
     def _command(self, worker: WorkerKey, command: ev.Command) -> None:
-        """Sends a worker a command that does not come from the core."""
+        """Sends a worker a command that does not come from the core.
+
+        Raises:
+            InvalidArgument: The command is too large.
+        """
         link = self._links.get(worker)
         if link is not None and not link.send(command):
             worker_id, incarnation = worker
@@ -356,15 +368,28 @@ class Shell:
             self._check_limits(session)
 
     def _send_command(self, effect: ev.SendCommand) -> None:
-        link = self._links.get(effect.worker)
-        if link is not None and not link.send(effect.command):
+        link, command = self._links.get(effect.worker), effect.command
+        if link is None:
+            return
+        try:
+            is_kept = link.send(command)
+        except InvalidArgument as error:
+            # Only these commands have a part that a client chooses.
+            if isinstance(command, cluster_pb2.PrefillCommand | cluster_pb2.DecodeCommand):
+                key = RequestKey(command.spec.request_id)
+                self._follow_ups.append(ev.RequestFailed(key, error))
+            _log.warning("a command was not sent: %s", error, extra={"worker": effect.worker[0]})
+            return
+        if not is_kept:
             worker_id, incarnation = effect.worker
             self._follow_ups.append(ev.WorkerLost(worker_id, _NO_ACKNOWLEDGEMENT, incarnation))
 
     def _welcome_worker(self, effect: ev.WelcomeWorker) -> None:
         if effect.worker not in self._links:
             # An image goes to a worker to be rendered, and once more with its request.
-            self._links[effect.worker] = WorkerLink(effect.worker, 2 * self._held_image_bytes)
+            self._links[effect.worker] = WorkerLink(
+                effect.worker, 2 * self._held_image_bytes, self._max_command_bytes
+            )
             _log.info("worker attached", extra={"worker": effect.worker[0]})
             self._warn_of_revision(effect.worker)
         link = self._links[effect.worker]

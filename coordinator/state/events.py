@@ -47,6 +47,14 @@ class RequestCancelled:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestFailed:
+    """The shell cannot send a request's command to a worker. Unknown requests are ignored."""
+
+    key: RequestKey
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
 class StreamFailed:
     """The shell cannot continue a stream, for example because its reader is too slow."""
 
@@ -314,6 +322,7 @@ Event = (
     Submitted
     | StreamCancelled
     | RequestCancelled
+    | RequestFailed
     | StreamFailed
     | SessionLost
     | WorkerAttached

@@ -1,6 +1,8 @@
 """The blocking client for threads."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -92,3 +94,35 @@ async def test_closing_from_another_thread_ends_a_reader(server, inference):
     assert client.closed
     stream.close()
     assert live_threads() == set()
+
+
+FORKS = """
+import os
+from baton.client import BlockingClient
+
+client = BlockingClient("127.0.0.1:1")
+if os.fork():
+    _, status = os.wait()
+    client.close()
+    raise SystemExit(os.waitstatus_to_exitcode(status))
+try:
+    client.complete("x")
+except RuntimeError as error:
+    print(error, flush=True)
+client.close()
+os._exit(0)
+"""
+
+
+def test_a_forked_process_is_told_to_make_its_own_client():
+    """It has no copy of the client's thread, so it would wait for ever."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKS],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=True,
+    )
+    assert done.stdout == (
+        "the client was made before this process was forked; make it after the fork\n"
+    )

@@ -12,6 +12,7 @@ from scripted_inference import (
     delta,
     failed,
     finish,
+    finished,
     flowing,
     rest,
     retried_until,
@@ -180,6 +181,29 @@ async def full():
         stream, _ = await flowing(holder, inference)
         yield address, inference, holder.aclose
         await stream.aclose()
+
+
+@pytest.mark.parametrize("resume_timeout_s", [0, TIMEOUT_S])
+async def test_a_request_outlives_a_session_that_ends_for_credentials_of_others(
+    server, inference, resume_timeout_s
+):
+    """As at a gateway: a session with wrong keys only is ended when a valid request arrives."""
+    unknown = errors.Unauthenticated("the credential is not valid here")
+    async with BatonClient(server[0], resume_timeout_s=resume_timeout_s) as client:
+        stranger = client.generate("x", authorization="Bearer wrong")
+        connection = await inference.connection()
+        connection.send(failed((await connection.submitted()).stream, unknown))
+        with pytest.raises(UnauthenticatedError):
+            await anext(stranger)
+        stream = client.generate("x", authorization="Bearer K")
+        await connection.submitted()
+        connection.end(errors.Unauthenticated("no valid credential within 10 s"))
+        connection = await inference.connection()
+        submit = await connection.submitted()
+        assert submit.request.authorization == "Bearer K"
+        connection.send(accepted(submit.stream), delta(submit.stream, 0, [1], "a"))
+        connection.send(finished(submit.stream))
+        assert (await stream.complete()).token_ids == (1,)
 
 
 async def test_a_coordinator_at_its_limit_of_calls_says_when_to_retry(full):

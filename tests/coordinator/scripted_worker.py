@@ -35,7 +35,14 @@ class ScriptedWorker:
     max_tokens.
     """
 
-    def __init__(self, address: str, hello: cluster_pb2.Hello, *, auto: bool = True) -> None:
+    def __init__(
+        self,
+        address: str,
+        hello: cluster_pb2.Hello,
+        *,
+        auto: bool = True,
+        max_received_bytes: int | None = None,
+    ) -> None:
         self.hello, self.auto = hello, auto
         self.commands: asyncio.Queue = asyncio.Queue()
         self.welcome: cluster_pb2.Welcome | None = None
@@ -48,7 +55,7 @@ class ScriptedWorker:
         self.drained = asyncio.Event()
         # gRPC allows only one write at a time.
         self._writing = asyncio.Lock()
-        self._channel = rpc.channel(address)
+        self._channel = rpc.channel(address, max_received_bytes=max_received_bytes)
         self._stub = cluster_pb2_grpc.ClusterStub(self._channel)
         self._call = None
         self._reader: asyncio.Task | None = None

@@ -1,9 +1,15 @@
 """Queries that any HTTP caller can make the gateway send to the coordinator."""
 
 import asyncio
+import hashlib
 
 from baton.gateway import coordinator_queries
-from baton.gateway.coordinator_queries import PerCallerQuery, QueryLimiter
+from baton.gateway.coordinator_queries import (
+    PerCallerQuery,
+    QueryLimiter,
+    caller_digest,
+    caller_name,
+)
 from baton.gateway.error_responses import HttpError
 
 
@@ -32,3 +38,14 @@ async def test_callers_with_the_same_credential_wait_for_one_slot_together(monke
     assert all(isinstance(one, HttpError) and one.status == 503 for one in responses)
     over.set()
     await asyncio.gather(*occupying)
+
+
+def test_all_spellings_of_a_key_are_one_caller():
+    # Stored files belong to this digest.
+    stored = hashlib.sha256(b"Bearer K").digest()
+    spellings = ["Bearer K", "bearer K", "BEARER  K", "Bearer K ", "K"]
+    assert {caller_digest(one) for one in spellings} == {stored}
+    assert {caller_name(one) for one in spellings} == {stored.hex()}
+    others = ["", "Bearer k", "Bearer", "Basic K", "Bearer K L"]
+    assert len({caller_digest(one) for one in ["Bearer K", *others]}) == 1 + len(others)
+    assert caller_digest("") == hashlib.sha256(b"").digest()

@@ -14,6 +14,7 @@ import pytest
 from baton.runtime import rpc
 from baton.runtime.access import Access
 from baton.runtime.config_error import ConfigError
+from baton.runtime.dial import Dial
 from baton.runtime.refusals import Refusals
 from baton.runtime.security_config import SecurityConfig
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
@@ -85,6 +86,39 @@ async def test_a_port_that_cannot_be_bound_has_the_reason(monkeypatch):
     monkeypatch.setattr(server, "add_insecure_port", lambda _: 0)
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:81: Permission denied$"):
         rpc.bind(server, "127.0.0.1:81", "k")
+
+
+@pytest.fixture
+async def proxy(monkeypatch):
+    """Makes a proxy that answers nothing the one of the environment; gives its connections."""
+    asked: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def take(reader, writer):
+        asked.put_nowait(await reader.readline())
+        writer.close()
+
+    server = await asyncio.start_server(take, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    for name in ("no_grpc_proxy", "no_proxy", "grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("https_proxy", "http_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{port}")
+    yield asked
+    server.close()
+
+
+async def test_a_proxy_of_the_environment_is_used_only_on_request(proxy):
+    request = inference_pb2.GetModelRequest()
+    with busy_server() as address:
+        async with rpc.channel(address) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            await stub.GetModel(request, timeout=120)
+        assert proxy.empty()
+        async with rpc.channel(address, dial=Dial(use_http_proxy=True)) as channel:
+            call = inference_pb2_grpc.InferenceStub(channel).GetModel(request, timeout=120)
+            async with asyncio.timeout(120):
+                assert await proxy.get() == f"CONNECT {address} HTTP/1.1\r\n".encode()
+            call.cancel()
 
 
 def test_calls_wait_for_a_busy_server():

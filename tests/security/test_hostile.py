@@ -32,6 +32,7 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 WAIT_S = 120.0
 NUM_IDLE = 1000
 GENERATE = "/baton.v1.Inference/Generate"
+EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 @pytest.fixture(params=["plain", "tls"])
@@ -166,6 +167,62 @@ async def test_unauthenticated_calls_do_not_block_clients(
         await asyncio.wait([asyncio.create_task(one.code()) for one in calls], timeout=1.0)
         assert (await client.model(WAIT_S)).name == "demo"
         for one in calls:
+            one.cancel()
+
+
+@pytest.mark.parametrize("method", ["Generate", "Session"])
+async def test_calls_without_a_credential_hold_only_a_part_of_all_calls(
+    start_coordinator, keys, method
+):
+    """They are not limited by a timeout alone: new ones end the oldest."""
+    max_calls = 32
+    key = keys.add("one", tenant="a")
+
+    def open_call(channel):
+        # Neither call ever sends a message.
+        return channel.stream_stream(f"/baton.v1.Inference/{method}")()
+
+    async with (
+        start_coordinator({"max_calls": max_calls, "api_keys_file": keys.path}) as running,
+        rpc.channel(running.address) as channel,
+        BatonClient(running.address, api_key=key) as client,
+        asyncio.timeout(WAIT_S),
+    ):
+        calls = [open_call(channel) for _ in range(max_calls)]
+        ended = [asyncio.create_task(one.code()) for one in calls]
+        num_ended, num_left = 0, max_calls // 4
+        while num_ended < max_calls - num_left:
+            await asyncio.wait(
+                [one for one in ended if not one.done()], return_when="FIRST_COMPLETED"
+            )
+            num_ended = sum(one.done() for one in ended)
+        assert {one.result() for one in ended if one.done()} == {EXHAUSTED}
+        for _ in range(max_calls):
+            assert (await client.model(WAIT_S)).name == "demo"
+        assert sum(not one.done() for one in ended) == num_left
+        for one in calls:
+            one.cancel()
+
+
+async def test_a_session_with_a_valid_request_is_not_ended_for_newer_calls(start_coordinator, keys):
+    key = keys.add("one", tenant="a")
+    request = inference_pb2.GenerateRequest(text="a", authorization=f"Bearer {key}")
+    submit = inference_pb2.Submit(stream=1, request=request)
+    async with (
+        start_coordinator({"max_calls": 32, "api_keys_file": keys.path}) as running,
+        rpc.channel(running.address) as channel,
+        rpc.channel(running.address) as others,
+        asyncio.timeout(WAIT_S),
+    ):
+        session = inference_pb2_grpc.InferenceStub(channel).Session()
+        await session.write(inference_pb2.SessionRequest(submit=submit))
+        assert (await session.read()).events[0].HasField("accepted")
+        strangers = [inference_pb2_grpc.InferenceStub(others).Session() for _ in range(24)]
+        assert await strangers[0].code() is EXHAUSTED
+        cancel = inference_pb2.SessionRequest(cancel=inference_pb2.Cancel(stream=1))
+        await session.write(cancel)
+        assert (await session.read()).events[0].HasField("finished")
+        for one in (session, *strangers):
             one.cancel()
 
 

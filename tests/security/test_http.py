@@ -117,6 +117,30 @@ async def test_only_admitted_callers_store_files_and_see_their_own(
         assert (await http.delete(path, headers=bearer(other))).status_code == 404
 
 
+async def test_spellings_of_one_key_share_its_files_and_places(start_coordinator, keys, tmp_path):
+    one, other = keys.add("one", tenant="a"), keys.add("other", tenant="b")
+    known, batches = {"api_keys_file": keys.path}, {"dir": str(tmp_path / "b"), "max_files": 8}
+    async with (
+        start_coordinator(known) as running,
+        gateway(running.address, security=known, batches=batches) as address,
+        httpx.AsyncClient(base_url=f"http://{address}", timeout=WAIT_S) as http,
+    ):
+
+        async def upload(authorization: str) -> int:
+            form = {"data": {"purpose": "batch"}, "files": {"file": ("a", b"{}")}}
+            headers = {"authorization": authorization}
+            return (await http.post("/v1/files", headers=headers, **form)).status_code
+
+        spellings = [f"Bearer {' ' * number}{one}" for number in range(8)] + [f"bearer {one}"]
+        assert {await upload(spelling) for spelling in spellings} == {200, 507}
+        assert await upload(f"Bearer {other}") == 200
+        listed = [
+            (await http.get("/v1/files", headers={"authorization": spelling})).json()["data"]
+            for spelling in (f"Bearer {one}", f"bearer   {one}")
+        ]
+        assert listed[0] == listed[1] != []
+
+
 async def test_slow_uploads_of_one_caller_leave_room_for_others(start_coordinator, keys, tmp_path):
     slow, other = keys.add("slow", tenant="a"), keys.add("other", tenant="b")
     known, batches = {"api_keys_file": keys.path}, {"dir": str(tmp_path / "batches")}

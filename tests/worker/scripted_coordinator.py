@@ -175,7 +175,7 @@ class ScriptedCoordinator(cluster_pb2_grpc.ClusterServicer):
         self._server: grpc.aio.Server | None = None
 
     async def start(self, listen: str = "127.0.0.1:0") -> None:
-        self._server = rpc.server()
+        self._server = rpc.server(max_sent_bytes=64 * 2**20)
         cluster_pb2_grpc.add_ClusterServicer_to_server(self, self._server)
         self.address = rpc.bind(self._server, listen, "listen")
         await self._server.start()

@@ -3,10 +3,12 @@
 import asyncio
 
 import pytest
+from google.rpc import code_pb2
 from scripted_coordinator import WAIT_S
 
 from baton.client.request import build
 from baton.v1 import cluster_pb2
+from baton.worker import renders
 
 pytestmark = pytest.mark.usefixtures("forked_services")
 
@@ -22,17 +24,27 @@ def render(render_id: int, timeout_us: int) -> cluster_pb2.RenderCommand:
     return command
 
 
+async def test_an_answer_that_fits_no_message_is_a_refusal(coordinator, start_worker, monkeypatch):
+    monkeypatch.setattr(renders, "_MAX_BYTES", 20)
+    start_worker(simulated={"image_tokens": 40})
+    stream = await coordinator.stream()
+    await coordinator.command(stream, render=render(1, round(2 * WAIT_S * 1e6)))
+    answer = (await stream.next_of("rendered")).rendered
+    assert answer.failed.code == code_pb2.INVALID_ARGUMENT
+    assert not answer.prompt_token_ids
+
+
 async def test_a_chat_that_waited_too_long_is_not_rendered(coordinator, start_worker):
     """The coordinator asks another worker for it at once."""
     worker = start_worker(simulated={"image_tokens": 40})
     stream = await coordinator.stream()
     engine = worker.engine
-    asked, may_render, renders = [], asyncio.Event(), engine.render
+    asked, may_render, own_render = [], asyncio.Event(), engine.render
 
     async def held_render(chat, max_pixels):
         asked.append(chat.messages[0].parts[1].text)
         await may_render.wait()
-        return await renders(chat, max_pixels)
+        return await own_render(chat, max_pixels)
 
     engine.render = held_render
     long_us = round(2 * WAIT_S * 1e6)

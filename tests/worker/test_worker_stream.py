@@ -66,6 +66,16 @@ async def test_a_broken_stream_neither_loses_nor_repeats_outputs(
     assert tokens_of(outputs) == expected_tokens(vocabulary, [5, 6, 7], 30)
 
 
+async def test_a_worker_takes_commands_of_any_size(coordinator, start_worker, vocabulary):
+    """The coordinator's configuration bounds commands, and the worker's may differ."""
+    start_worker(simulated={"max_model_len": 10_000_000, "kv_tokens": 20_000_000})
+    stream = await coordinator.stream()
+    large = decode("large", [5, 6, 7], max_tokens=3)
+    large.spec.chat.messages.add(role="user").parts.add(image=bytes(20 * 2**20))
+    await coordinator.command(stream, decode=large)
+    assert tokens_of(await stream.outputs("large")) == expected_tokens(vocabulary, [5, 6, 7], 3)
+
+
 async def test_a_worker_leaves_a_silent_stream_and_loses_nothing(
     coordinator, start_worker, vocabulary, monkeypatch
 ):

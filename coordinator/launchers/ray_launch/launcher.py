@@ -81,6 +81,8 @@ class RayLauncher:
             raise
 
     async def end(self, worker_id: str) -> None:
+        if self._places is not None:
+            self._places.ends(worker_id)
         if self._driver is not None:
             await self._driver.end_worker(worker_id)
         if self._places is not None:
