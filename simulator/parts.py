@@ -76,6 +76,7 @@ class SimulatedRequest:
 
     Attributes:
         order: Order of arrival at the engine.
+        num_output_tokens: Length of the whole output.
         num_uncomputed: Tokens to compute before the next output token.
         num_computed: Tokens whose KV cache is computed.
         num_tokens: Tokens that the KV cache holds once the request runs.
@@ -107,7 +108,7 @@ class SimulatedRequest:
     attempt: int
     priority: int
     order: int
-    max_tokens: int
+    num_output_tokens: int
     num_uncomputed: int
     num_computed: int
     num_tokens: int
