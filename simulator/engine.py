@@ -165,7 +165,10 @@ class Engine:
             self.load(request)
 
     def load(self, request: SimulatedRequest) -> None:
-        """Takes what the prefix cache and host memory hold of a prompt before it runs."""
+        """Takes what the prefix cache and host memory hold of a prompt before it waits for a step.
+
+        The prefix cache is looked up again when the computation starts.
+        """
         self._caches.take_held(request)
         lacks = request.sends is not None and request.num_uncomputed > 1
         if lacks and not self.fetches.shorten(request):
@@ -534,11 +537,17 @@ class Engine:
     def _mixed_step(self, stall_s: float) -> None:
         shape, batch = self.shape, len(self._decoding)
         targets = self._step_targets
+        for request in self._prefilling:
+            if not request.has_begun:
+                self._caches.expect_more(request)
         if targets is None:
             work = in_order(self._prefilling, shape, batch)
         else:
             streams = Streams.of(batch, self._kv_decoding, self._paces(targets), targets)
             work = within_targets(self._prefilling, shape, targets, streams, self.host.now)
+        for request, _ in work:
+            if not request.has_begun:
+                self._caches.take_held_at_start(request)
         chunks = [
             PrefillChunk(request.num_computed - request.num_held, count) for request, count in work
         ]
