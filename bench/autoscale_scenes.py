@@ -10,7 +10,6 @@ from pathlib import Path
 
 from baton.bench import hardware
 from baton.bench.autoscale_peak import Search, Sizes
-from baton.coordinator.scaling.autoscale import queueing
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig, Targets
@@ -41,8 +40,13 @@ STATIC, HPA, PLANNER, HINDSIGHT = "static at peak", "HPA", "planner", "hindsight
 ELASTIC_AT = {"Baton": 95.0, "Baton, p99": 99.0}
 BATON_AT = {**ELASTIC_AT, "Baton, strict roles": 95.0}
 BATON = "Baton"
+# HPA's target depth of the prefill pool, in requests per worker. The best one depends on the TTFT
+# target and the prompts, so an operator would try several.
+HPA_AT = {HPA: 2.0, "HPA, depth 1": 1.0, "HPA, depth 0.7": 0.7}
 # Workers of the other policies have fixed roles.
-POLICIES = (STATIC, *BATON_AT, HPA, PLANNER, HINDSIGHT)
+POLICIES = (STATIC, *BATON_AT, *HPA_AT, PLANNER, HINDSIGHT)
+# Size of a decode worker's batch: the default of `simulated.max_num_seqs`.
+MAX_NUM_SEQS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +216,7 @@ class Scene:
             kv_tokens=KV_TOKENS,
             block_size_tokens=BLOCK_TOKENS if self.trace.hit_share else 16,
             prefix_caching=self.trace.hit_share > 0,
+            max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=4096,
             follows_step_targets=True,
         )
@@ -260,11 +265,10 @@ class Scene:
             return baselines.Planner(config, self.latency, KV_TOKENS)
         if name == HINDSIGHT:
             return baselines.Hindsight(config, needs.by_span, SPAN_S, cold_start_s)
-        assert name == HPA
-        held = sum(one.num_prompt_tokens + one.num_output_tokens for one in self.arrivals)
-        batch = queueing.most_requests(self.latency, ITL_S, held / len(self.arrivals))
-        # Target depths: one waiting prompt per running prompt; 80 % of the largest batch.
-        return baselines.Hpa(config, 2.0, 0.8 * batch)
+        decode_depth = baselines.hpa_decode_depth(
+            self.arrivals, self.latency, ITL_S, MAX_NUM_SEQS, KV_TOKENS
+        )
+        return baselines.Hpa(config, HPA_AT[name], decode_depth)
 
 
 @lru_cache(maxsize=2)

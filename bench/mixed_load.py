@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -115,8 +116,17 @@ def share_met(answers: Sequence[Answer], slo: Slo) -> float:
     return sum(one.met(slo) for one in answers) / len(answers)
 
 
+def share_shed(answers: Sequence[Answer]) -> float:
+    """Returns the share of all arrivals that got no answer: refused, or timed out."""
+    return sum(one.timed is None for one in answers) / len(answers)
+
+
 def summary(answers: Sequence[Answer], slo: Slo) -> dict[str, float]:
-    """Returns latencies in ms, shares of all arrivals, and goodput in requests/s."""
+    """Returns latencies in ms, shares of all arrivals, and goodput in requests/s.
+
+    A request without an answer counts as an infinite TTFT, because a system that refuses requests
+    which would be late must not look faster by it. ITL and E2E are those of the answers.
+    """
     timed = [one.timed for one in answers if one.timed is not None]
     gaps = [gap for one in timed for gap in one.gaps_s]
     share = share_met(answers, slo)
@@ -124,22 +134,23 @@ def summary(answers: Sequence[Answer], slo: Slo) -> dict[str, float]:
     made = {
         "goodput_per_s": share * len(answers) / span_s,
         "met_share": share,
-        "shed_share": 1 - len(timed) / len(answers),
+        "shed_share": share_shed(answers),
         **{f"itl_p{at}_ms": stats.percentile(gaps, at) * 1e3 for at in PERCENTILES},
-        **_ttfts("ttft", timed),
+        **_ttfts("ttft", answers),
     }
     for kind in (SHORT, LONG):
         of_kind = [one for one in answers if one.arrival.kind.name == kind.name]
-        made[f"{kind.name}_met_share"] = share_met(of_kind, slo) if of_kind else float("nan")
-        made |= _ttfts(f"{kind.name}_ttft", [one.timed for one in of_kind if one.timed])
+        made[f"{kind.name}_met_share"] = share_met(of_kind, slo) if of_kind else math.nan
+        made[f"{kind.name}_shed_share"] = share_shed(of_kind) if of_kind else math.nan
+        made |= _ttfts(f"{kind.name}_ttft", of_kind)
     made |= {
         f"e2e_p{at}_ms": stats.percentile([one.e2e_s for one in timed], at) * 1e3 for at in (50, 99)
     }
     return made
 
 
-def _ttfts(name: str, timed: Sequence[Timed]) -> dict[str, float]:
-    values = [one.ttft_s for one in timed]
+def _ttfts(name: str, answers: Sequence[Answer]) -> dict[str, float]:
+    values = [math.inf if one.timed is None else one.timed.ttft_s for one in answers]
     return {f"{name}_p{at}_ms": stats.percentile(values, at) * 1e3 for at in PERCENTILES}
 
 

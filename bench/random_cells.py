@@ -3,8 +3,9 @@
     python -m baton.bench.random_cells
 
 Each seed draws one cell: hardware, number of workers, lengths of prompts and outputs, arrivals,
-rate and latency targets. The simulator then serves the same requests with colocated workers, with
-fixed splits, and with an elastic cell of the same workers. So the placement rule is judged by
+rate and latency targets. The simulator then serves the same requests with colocated workers (with
+two step sizes, as in `baton simulate --compare`), with fixed splits, and with an elastic cell of
+the same workers. So the placement rule is judged by
 traffic that it was not tuned with. A row has the share of requests within both targets; at the end
 come the cells in which the elastic one attains less than the best of the others, and by how much.
 """
@@ -129,11 +130,16 @@ class Cell:
         return parse(values, f"cell {self.seed}")
 
     def setups(self) -> list[Setup]:
-        """Colocated serving, at most five splits, and the elastic cell, which comes last."""
+        """Returns the setups; the elastic cell comes last.
+
+        Colocated serving has vLLM's default step size and that of the hardware; there are at most
+        five splits.
+        """
         num, half, quarter = self.workers, self.workers // 2, max(1, self.workers // 4)
         splits = sorted({1, quarter, half, num - quarter, num - 1})
+        workers = Setup("", COLOCATED, half, num - half)
         return [
-            Setup("colocated", COLOCATED, half, num - half, comparison.VLLM_STEP_TOKENS),
+            *comparison.colocated(workers.applied(self.config())),
             *(Setup(f"{one}P{num - one}D", "static", one, num - one) for one in splits),
             Setup("elastic", "static", half, num - half, elastic=True),
         ]
@@ -211,6 +217,11 @@ class Result:
         return self.attained["elastic"]
 
     @property
+    def colocated(self) -> float:
+        """The best of the step sizes with colocated serving."""
+        return max(share for name, share in self.attained.items() if name.startswith(COLOCATED))
+
+    @property
     def best_other(self) -> tuple[str, float]:
         others = ((name, share) for name, share in self.attained.items() if name != "elastic")
         return max(others, key=lambda one: one[1])
@@ -239,7 +250,7 @@ def line(result: Result) -> str:
     return (
         f"{cell.seed:>6} {cell.hardware:<6} {cell.family:<15} {cell.workers} workers "
         f"{cell.arrivals:<8} load {cell.load:<4} TTFT {cell.ttft_ms:>6} ITL {cell.itl_ms:>4} ms"
-        f"{result.attained['colocated']:>8.1f} %{share:>8.1f} % ({best})"
+        f"{result.colocated:>8.1f} %{share:>8.1f} % ({best})"
         f"{result.elastic:>8.1f} %{result.gain:>+8.1f}"
     )
 

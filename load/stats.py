@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -20,9 +20,17 @@ Figures = TypeVar("Figures", bound="DataclassInstance")
 
 
 def save(figures: object, path: Path) -> None:
-    """Writes figures as JSON and creates the directory if needed."""
+    """Writes figures as JSON and creates the directory if needed; nan and inf become null."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(_finite(figures), indent=2) + "\n", encoding="utf-8")
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -32,8 +40,11 @@ def percentile(values: Sequence[float], percent: float) -> float:
     ordered = sorted(values)
     position = (len(ordered) - 1) * percent / 100
     below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+    above, share = min(below + 1, len(ordered) - 1), position - below
+    if not share or ordered[above] == ordered[below]:
+        # Also for infinite values, whose difference is not a number.
+        return ordered[below]
+    return ordered[below] + (ordered[above] - ordered[below]) * share
 
 
 def median(values: Sequence[float]) -> float:
@@ -46,10 +57,12 @@ def medians(runs: Sequence[Figures]) -> Figures:
 
 
 def ratio(value: float, base: float) -> float:
-    """Returns value / base; 0/0 is 1, and any other value divided by 0 is infinite."""
+    """Returns value / base; equal values are 1, and any other value divided by 0 is infinite."""
+    if value == base:
+        return 1.0
     if base:
         return value / base
-    return math.inf if value else 1.0
+    return math.inf
 
 
 def worst(values: Sequence[float]) -> float:

@@ -107,6 +107,28 @@ class Hpa:
         return _apply(observation, self.config, sizes, reason, now)
 
 
+def hpa_decode_depth(
+    arrivals: Sequence[Arrival],
+    latency: LatencyModel,
+    itl_s: float,
+    max_num_seqs: int,
+    kv_tokens: int,
+) -> float:
+    """Returns HPA's target depth of the decode pool: 80 % of what a worker can hold.
+
+    Args:
+        arrivals: Requests of the trace, for their mean length.
+        latency: Step times of a worker.
+        itl_s: ITL target.
+        max_num_seqs: Most requests of a worker's batch.
+        kv_tokens: KV cache size of a worker in tokens.
+    """
+    num_tokens = sum(one.num_prompt_tokens + one.num_output_tokens for one in arrivals)
+    held = max(1.0, num_tokens / max(1, len(arrivals)))
+    within_itl = queueing.most_requests(latency, itl_s, held)
+    return 0.8 * min(within_itl, max_num_seqs, kv_tokens / held)
+
+
 class Planner:
     """A policy with two loops, modelled on Dynamo's planner.
 

@@ -1,7 +1,9 @@
 """Runs the production coordinator core with simulated workers under a virtual clock.
 
 The core and the scaling policy make all decisions. This module plays the workers, which start,
-serve, drain and leave, and the clients, which send the requests of a trace.
+serve, drain and leave, and the clients, which send the requests of a trace. The clients do not know
+how long their outputs will be: all requests have the same `max_tokens`, and the engines end each
+output at its length in the trace.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from baton.coordinator.core.core import Core
@@ -29,6 +31,8 @@ from baton.simulator.virtual_time import START_S, VirtualTime
 from baton.simulator.worker import SimulatedWorker
 from baton.v1 import cluster_pb2, common_pb2
 
+# Prefix of the requests' IDs; their numbers in the trace follow.
+_ID_PREFIX = "trace-"
 # Time from a worker's last request in one role until the worker serves in the other role.
 _FLIP_S = 1.0
 
@@ -71,6 +75,12 @@ class _Member:
     pool: Pool
     worker: SimulatedWorker | None = None
     removed: bool = False
+
+
+def common_max_tokens(arrivals: Sequence[Arrival]) -> int:
+    """Returns the `max_tokens` of all requests: a power of two that no output exceeds."""
+    longest = max((one.num_output_tokens for one in arrivals), default=1)
+    return 1 << (longest - 1).bit_length()
 
 
 class SimulatedCell(VirtualTime):
@@ -117,6 +127,8 @@ class SimulatedCell(VirtualTime):
         self._workers: dict[WorkerKey, SimulatedWorker] = {}
         self._members: dict[str, _Member] = {}
         self._lane = common_pb2.LANE_INTERACTIVE
+        self._max_model_len = min(one.max_model_len for one in shapes.values())
+        self._max_tokens = 1
 
     # ---- Time.
 
@@ -138,7 +150,7 @@ class SimulatedCell(VirtualTime):
             action(*arguments)
         self.now = max(self.now, until)
 
-    def run(self, arrivals: Iterable[Arrival], sizes: dict[Pool, int], lasts_s: float) -> Record:
+    def run(self, arrivals: Sequence[Arrival], sizes: dict[Pool, int], lasts_s: float) -> Record:
         """Simulates a trace until all requests have ended, for one hour after `lasts_s` at most.
 
         Args:
@@ -146,6 +158,7 @@ class SimulatedCell(VirtualTime):
             sizes: Workers that serve from the beginning.
             lasts_s: GPU costs are recorded for this many seconds.
         """
+        self._max_tokens = common_max_tokens(arrivals)
         self._post(ev.LauncherReady(sizes))
         self._began = True
         self.next_arrival(iter(arrivals), 0)
@@ -197,6 +210,14 @@ class SimulatedCell(VirtualTime):
         """Returns the worker with this KvTransfer address; None: it has left."""
         return self._workers.get((address.rpartition(":")[0], 1))
 
+    def num_output_tokens(self, spec: cluster_pb2.RequestSpec) -> int:
+        """Returns the length in the trace of a request's output, or its max_tokens if smaller."""
+        most, name = spec.sampling.max_tokens, spec.request_id
+        if not name.startswith(_ID_PREFIX):
+            # A worker sends a cached prefix to another worker.
+            return most
+        return min(most, self.record.outputs[int(name.removeprefix(_ID_PREFIX))])
+
     def ended(self, worker: SimulatedWorker) -> None:
         """Removes a worker that has drained."""
         self._workers.pop(worker.key, None)
@@ -246,11 +267,12 @@ class SimulatedCell(VirtualTime):
 
     def arrive(self, one: Arrival, arrivals: Iterator[Arrival], number: int) -> None:
         self.record.arrived(number, self.now, one.num_prompt_tokens, one.num_output_tokens)
+        room = max(1, self._max_model_len - one.num_prompt_tokens)
         submission = Submission(
             to=StreamKey(1, number),
-            request_id=f"r{number}",
+            request_id=f"{_ID_PREFIX}{number}",
             prompt_token_ids=one.prompt(number),
-            sampling=common_pb2.SamplingParams(max_tokens=one.num_output_tokens),
+            sampling=common_pb2.SamplingParams(max_tokens=min(self._max_tokens, room)),
             lane=self._lane,
             arrived_at=self.now,
         )

@@ -118,6 +118,10 @@ class ColocatedCell(VirtualTime):
     def worker_at(self, address: str) -> SimulatedWorker | None:
         raise AssertionError(f"plain servers send nothing to each other, but one to {address}")
 
+    def num_output_tokens(self, spec: cluster_pb2.RequestSpec) -> int:
+        """Returns the length of a request's output, its max_tokens; the balancer ignores it."""
+        return spec.sampling.max_tokens
+
     def ended(self, worker: SimulatedWorker) -> None:
         raise AssertionError(f"{worker.key} was never asked to drain")
 

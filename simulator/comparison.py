@@ -16,8 +16,9 @@ from baton.simulator import processes
 from baton.simulator.report import Figures
 from baton.simulator.run import COLOCATED, SCALING_POLICIES, simulate
 
-# Default of vLLM's max_num_batched_tokens (vllm/config/scheduler.py); servers on GPUs with less
-# than 70 GiB use this default (vllm/engine/arg_utils.py, get_batch_defaults).
+# Default of vLLM's max_num_batched_tokens (vllm/config/scheduler.py). Servers on GPUs with less
+# than 70 GiB, and on A100, use this default; others 8,192, from 160 GiB on 16,384
+# (vllm/engine/arg_utils.py, get_batch_defaults).
 VLLM_STEP_TOKENS = 2048
 # Up to this many workers every split is simulated; with more workers, this many splits.
 _MOST_SPLITS = 7

@@ -76,6 +76,7 @@ class SimulatedRequest:
 
     Attributes:
         order: Order of arrival at the worker.
+        num_output_tokens: Length of the whole output.
         num_uncomputed: Tokens to compute before the next output token.
         num_computed: Tokens whose KV cache is computed.
         num_tokens: Tokens that the KV cache holds once the request runs.
@@ -107,7 +108,7 @@ class SimulatedRequest:
     attempt: int
     priority: int
     order: int
-    max_tokens: int
+    num_output_tokens: int
     num_uncomputed: int
     num_computed: int
     num_tokens: int
@@ -139,6 +140,11 @@ class SimulatedRequest:
     def num_held(self) -> int:
         """Prompt tokens that were not computed here, apart from those of a handoff."""
         return self.num_cached + self.num_host + self.num_fetched
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any token of its prompt was computed here, or came by a handoff."""
+        return self.num_computed > self.num_held
 
     def use_held(self) -> None:
         """Counts the held prompt tokens as computed, and all others as still to compute."""
@@ -204,12 +210,18 @@ class PrefixCache:
 
         The blocks up to there, as far as they are held, count as just used.
         """
-        begin = end = begin_tokens // self._block_size_tokens
-        while end < len(hashes) and hashes[end] in self._blocks:
-            end += 1
+        num_cached = self.num_expected(hashes, begin_tokens)
+        end = begin_tokens // self._block_size_tokens + num_cached // self._block_size_tokens
         for one in reversed(hashes[:end]):
             if one in self._blocks:
                 self._blocks.move_to_end(one)
+        return num_cached
+
+    def num_expected(self, hashes: Sequence[int], begin_tokens: int) -> int:
+        """Like `num_cached`, but the blocks do not count as used."""
+        begin = end = begin_tokens // self._block_size_tokens
+        while end < len(hashes) and hashes[end] in self._blocks:
+            end += 1
         return (end - begin) * self._block_size_tokens
 
     def keep(self, hashes: Sequence[int], num_tokens: int) -> cluster_pb2.CacheEvents | None:

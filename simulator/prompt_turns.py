@@ -52,7 +52,7 @@ def within_targets(
             num_left=one.num_uncomputed,
             priority=one.priority,
             waited_s=now - one.arrived_at,
-            running=one.num_computed > one.num_held,
+            running=one.has_begun,
             # A stream that was preempted is not late: its first token is out.
             due_in_s=one.due_at - now if math.isnan(one.last_at) else math.inf,
         )

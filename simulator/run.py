@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from baton.coordinator.scaling.autoscale import queueing
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import (
@@ -19,7 +18,7 @@ from baton.load import traces
 from baton.load.traces import Arrival
 from baton.runtime.config import BatonConfig, SimulatedConfig
 from baton.runtime.latency import LatencyModel
-from baton.simulator.baselines import Hindsight, Hpa, Planner, needed_sizes
+from baton.simulator.baselines import Hindsight, Hpa, Planner, hpa_decode_depth, needed_sizes
 from baton.simulator.cell import ColdStart, SimulatedCell
 from baton.simulator.colocated import ColocatedCell
 from baton.simulator.kv_room import num_blocks
@@ -166,11 +165,10 @@ def policy_of(
         return Static(scaling)
     if name == "hpa":
         target = dict(scaling.targets)["interactive"]
-        held = sum(one.num_prompt_tokens + one.num_output_tokens for one in arrivals)
-        most = queueing.most_requests(
-            shape.model, target.itl_s or math.inf, held / max(1, len(arrivals))
+        depth = hpa_decode_depth(
+            arrivals, shape.model, target.itl_s or math.inf, shape.max_num_seqs, shape.kv_tokens
         )
-        return Hpa(scaling, 2.0, 0.8 * min(most, shape.max_num_seqs))
+        return Hpa(scaling, 2.0, depth)
     if name == "planner":
         return Planner(scaling, shape.model, shape.kv_tokens)
     if name == "hindsight":

@@ -34,7 +34,7 @@ from baton.v1 import cluster_pb2, common_pb2
 
 _TOKEN = 7
 _UNSPECIFIED = common_pb2.FINISH_REASON_UNSPECIFIED
-_LENGTH = common_pb2.FINISH_REASON_LENGTH
+_STOP = common_pb2.FINISH_REASON_STOP
 # Largest number of step samples in one load report.
 _SAMPLES = 8
 
@@ -49,6 +49,7 @@ class Host(Protocol):
     def at(self, when: float, action: Callable[..., object], *arguments: object) -> None: ...
     def send(self, worker: SimulatedWorker, event: ev.Event) -> None: ...
     def worker_at(self, address: str) -> SimulatedWorker | None: ...
+    def num_output_tokens(self, spec: cluster_pb2.RequestSpec) -> int: ...
     def ended(self, worker: SimulatedWorker) -> None: ...
 
 
@@ -124,6 +125,7 @@ class SimulatedWorker:
         is_handoff = not prefill_only and command.HasField("handoff")
         num_known = len(spec.known_token_ids)
         num_prompt = len(spec.prompt_token_ids)
+        num_output = self.host.num_output_tokens(spec)
         total = num_prompt + num_known
         # A handoff lacks only the latest known token.
         num_uncomputed = max(1, total - command.handoff.num_tokens) if is_handoff else total
@@ -132,11 +134,11 @@ class SimulatedWorker:
             attempt=spec.attempt,
             priority=spec.priority,
             order=next(self._order),
-            max_tokens=spec.sampling.max_tokens,
+            num_output_tokens=num_output,
             num_uncomputed=num_uncomputed,
             num_computed=total - num_uncomputed,
             num_tokens=total,
-            num_outputs_left=1 if prefill_only else max(1, spec.sampling.max_tokens - num_known),
+            num_outputs_left=1 if prefill_only else max(1, num_output - num_known),
             offset=num_known,
             num_prompt_tokens=num_prompt,
             hashes=self._caches.hashes(spec),
@@ -163,7 +165,10 @@ class SimulatedWorker:
             self.load(request)
 
     def load(self, request: SimulatedRequest) -> None:
-        """Takes what the prefix cache and host memory hold of a prompt before it runs."""
+        """Takes what the prefix cache and host memory hold of a prompt before it waits for a step.
+
+        The prefix cache is looked up again when the computation starts.
+        """
         self._caches.take_held(request)
         lacks = request.sends is not None and request.num_uncomputed > 1
         if lacks and not self.fetches.shorten(request):
@@ -480,7 +485,7 @@ class SimulatedWorker:
                 self.fetches.send(request.sends)
                 continue
             output = self._output(request, self._num_unsent(request))
-            output.finished.reason = _LENGTH
+            output.finished.reason = _STOP
             outputs.append(output)
             request.ended = True
             self._requests.pop(request.key, None)
@@ -532,11 +537,17 @@ class SimulatedWorker:
     def _mixed_step(self, stall_s: float) -> None:
         shape, batch = self.shape, len(self._decoding)
         targets = self._step_targets
+        for request in self._prefilling:
+            if not request.has_begun:
+                self._caches.expect_more(request)
         if targets is None:
             work = in_order(self._prefilling, shape, batch)
         else:
             streams = Streams.of(batch, self._kv_decoding, self._paces(targets), targets)
             work = within_targets(self._prefilling, shape, targets, streams, self.host.now)
+        for request, _ in work:
+            if not request.has_begun:
+                self._caches.take_held_at_start(request)
         chunks = [
             PrefillChunk(request.num_computed - request.num_held, count) for request, count in work
         ]
@@ -600,8 +611,8 @@ class SimulatedWorker:
             request.num_uncomputed = 1
             self._join(request)
             return output
-        whole = request.offset >= request.max_tokens
-        output.finished.reason = _LENGTH if whole else _UNSPECIFIED
+        whole = request.offset >= request.num_output_tokens
+        output.finished.reason = _STOP if whole else _UNSPECIFIED
         request.ended = True
         self._requests.pop(request.key, None)
         return output

@@ -55,6 +55,33 @@ class WorkerCaches:
         request.num_fetched = 0
         request.use_held()
 
+    def expect_more(self, request: SimulatedRequest) -> None:
+        """Counts the blocks that the device has got since a waiting prompt was looked up.
+
+        They shorten the prompt, by whose length the next step's prompts are chosen.
+        """
+        if self._device is None:
+            return
+        num_more = self._device.num_expected(request.hashes, request.num_held)
+        num_more = min(num_more, request.num_tokens - 1 - request.num_held)
+        if num_more:
+            request.num_cached += num_more
+            request.use_held()
+
+    def take_held_at_start(self, request: SimulatedRequest) -> None:
+        """Looks a prompt up when its computation starts, as vLLM does.
+
+        Loaded and fetched blocks belong to the prompt since then. Blocks of the device may have
+        been evicted while the prompt waited. If there is a KV store in host memory, it is assumed
+        to have loaded them again.
+        """
+        if self._device is None:
+            return
+        num_cached = min(self._device.num_cached(request.hashes), request.num_tokens - 1)
+        if self._host is None and num_cached < request.num_cached and not request.num_fetched:
+            request.num_cached = num_cached
+            request.use_held()
+
     def keep(self, request: SimulatedRequest) -> None:
         """Puts the computed blocks of a request into the caches."""
         for cache in (self._device, self._host):

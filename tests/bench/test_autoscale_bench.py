@@ -10,7 +10,9 @@ import pytest
 
 from baton.bench import autoscale, autoscale_scenes, simulated_scale
 from baton.bench.autoscale import Runs
-from baton.bench.autoscale_scenes import BATON, BATON_AT, HPA, PLANNER, POLICIES, STATIC
+from baton.bench.autoscale_scenes import BATON, BATON_AT, HPA, HPA_AT, PLANNER, POLICIES, STATIC
+from baton.coordinator.scaling.autoscale.types import DecodeLoad, Observation, Phase, WorkerView
+from baton.coordinator.state.pools import Pool
 from baton.simulator.cell import SimulatedCell
 from baton.simulator.report import Figures
 
@@ -65,6 +67,46 @@ def test_a_baseline_is_compared_with_the_best_setting_of_the_same_cost():
     hpa, planner = autoscale.frontier(found)
     assert hpa.endswith("Baton 98.0% for 16.0")
     assert planner.endswith("every setting of Baton uses more")
+
+
+def test_hpa_is_compared_by_its_best_setting():
+    """Like Baton's settings, those of HPA have other target depths for the prefill pool."""
+    usual, deep, deeper = HPA_AT
+    found = {
+        STATIC: runs((0.99, 25.0)),
+        BATON: runs((0.97, 16.0)),
+        usual: runs((0.8, 18.0)),
+        deep: runs((0.96, 17.0)),
+        deeper: runs((0.98, 26.0)),
+        PLANNER: runs((0.6, 13.0)),
+    }
+    # The usual setting attains less than another one for more GPU-hours.
+    assert [one.partition(":")[0] for one in autoscale.frontier(found)] == [deep, deeper, PLANNER]
+    assert autoscale.best_hpa(found) == deep
+    by_name = {one.what: one for one in autoscale.goals({("code", 60.0): found})}
+    assert by_name[f"code, 60 s: attained - {deep}'s"].seen == pytest.approx(0.01)
+    # No setting attains 95 %.
+    assert autoscale.best_hpa({**found, deep: runs((0.9, 17.0)), deeper: runs((0.94, 26.0))}) == (
+        deeper
+    )
+    assert autoscale.best_hpa({STATIC: found[STATIC]}) is None
+
+
+def test_the_settings_of_hpa_have_different_depths():
+    scene = autoscale_scenes.scene("azure", 0, 0.1, 20.0)
+    sizes = []
+    for name in HPA_AT:
+        policy = scene.policy(name, 60.0, None)
+        workers = tuple(
+            WorkerView(f"{pool.value}-{index}", pool, Phase.SERVING, 0.0)
+            for pool in Pool
+            for index in range(2)
+        )
+        load = DecodeLoad(num_in_prefill=4, num_decodes=10)
+        seen = Observation(0.0, workers, scene.latency, decode=load)
+        sizes.append(policy.decide(seen, 0.0).prefill.target)
+    # Four prompts on two workers: depth 2, twice that of the second setting.
+    assert sizes == [2, 4, 6]
 
 
 def test_a_table_names_its_number_of_seeds(capsys):

@@ -1,5 +1,7 @@
 """Cells that the benchmark of elastic cells draws."""
 
+from dataclasses import replace
+
 from baton.bench.random_cells import FAMILIES, HARDWARE, Cell, Result, measure, random_cell, summary
 
 
@@ -20,7 +22,18 @@ def test_seeds_draw_all_hardware_and_traffic():
 def test_an_idle_cell_meets_its_targets_with_each_system():
     cell = Cell(1, "8b", "chat", "poisson", 2, 10_000, 100, 0.01, 0.5, 20)
     found = measure(cell)
-    assert found.attained == {"colocated": 100.0, "1P1D": 100.0, "elastic": 100.0}
+    names = ("colocated, 2048/step", "colocated, 8192/step", "1P1D", "elastic")
+    assert found.attained == dict.fromkeys(names, 100.0)
+
+
+def test_colocated_serving_has_the_step_size_of_its_hardware_too():
+    """vLLM's default is larger than 2,048 tokens on GPUs with 70 GiB and more."""
+    long_prompts = Cell(1, "8b", "summaries", "poisson", 2, 3000, 36, 0.85, 0.5, 40)
+    for name, own in HARDWARE.items():
+        plain = [one for one in replace(long_prompts, hardware=name).setups() if one.step_tokens]
+        assert [one.step_tokens for one in plain] == [2048, own["max_num_batched_tokens"]]
+    result = Result(long_prompts, {"colocated, 2048/step": 3.0, "colocated, 8192/step": 5.0}, {})
+    assert result.colocated == 5.0
 
 
 def test_the_summary_names_cells_in_which_the_elastic_one_attains_less():

@@ -8,14 +8,18 @@ import pytest
 
 from baton.coordinator.scaling.autoscale.types import DecodeLoad, Observation, Phase, WorkerView
 from baton.coordinator.state.pools import Pool
-from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig
+from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig, Targets
 from baton.coordinator.state.scaling_decision import Drain, SetSize
+from baton.load.traces import Arrival
 from baton.runtime.latency import LatencyModel
 from baton.simulator.baselines import Hpa
+from baton.simulator.parts import Shape
+from baton.simulator.run import policy_of
 
 MODEL = LatencyModel(0.005, 1e-4, 0.0, 0.010, 1e-4, 0.0)
 CONFIG = ScalingConfig(prefill=PoolLimits(1, 20), decode=PoolLimits(1, 20))
 PREFILL_DEPTH, DECODE_DEPTH = 2.0, 10.0
+TARGETS = (("interactive", Targets(0.5, 0.05)),)
 
 
 def observation(num_prefill: int, num_decode: int, in_prefill: int, decodes: int) -> Observation:
@@ -77,3 +81,14 @@ def test_baselines_start_no_more_workers_than_there_are_gpus():
     assert sizes(hpa(config), 0.0, 3, 3, 40, 60) == (4, 4)
     full = replace(config, max_gpus=9)
     assert sizes(hpa(full), 0.0, 3, 3, 40, 60) == (3, 3)
+
+
+def test_the_depth_of_the_decode_pool_counts_the_kv_cache():
+    """A worker within its ITL target may have no room for as many requests."""
+    arrivals = [Arrival(float(n), 2000, 300) for n in range(10)]
+    # The ITL target allows 300 requests, and the KV cache holds 20 of 2,300 tokens.
+    for kv_tokens, expected in ((46_000, 4), (4_600_000, 3)):
+        shape = Shape(MODEL, kv_tokens=kv_tokens, max_num_seqs=300, follows_step_targets=True)
+        one = policy_of("hpa", replace(CONFIG, targets=TARGETS), arrivals, shape)
+        # 60 requests are 20 for each worker; the target depth is 80 % of what a worker can hold.
+        assert sizes(one, 0.0, 3, 3, 6, 60) == (3, expected)

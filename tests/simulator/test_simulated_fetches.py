@@ -96,7 +96,7 @@ def test_a_system_prompt_gets_more_holders_when_its_holder_is_busy(rate):
         blocks = (*range(16), 10_000 + 2 * number, 10_001 + 2 * number)
         arrivals.append(Arrival(at_s, len(blocks) * MOONCAKE_BLOCK_TOKENS, 100, blocks))
     alone, fetched = served(arrivals, fetch=False, **LARGE), served(arrivals, **LARGE)
-    assert fetched.ttft_ms[90] < 0.8 * alone.ttft_ms[90]
-    assert fetched.ttft_ms[99] < 0.5 * alone.ttft_ms[99]
+    assert fetched.ttft_ms[90] < 0.95 * alone.ttft_ms[90]
+    assert fetched.ttft_ms[99] < 0.7 * alone.ttft_ms[99]
     # Each of the other workers fetches the system prompt at most once.
     assert 0 < fetched.hits.fetched <= 3 * 16 / (240 * 18)

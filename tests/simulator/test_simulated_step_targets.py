@@ -114,7 +114,7 @@ def test_a_preempted_stream_does_not_wait_behind_prompts_that_are_in_time():
             attempt=1,
             priority=0,
             order=0,
-            max_tokens=10,
+            num_output_tokens=10,
             num_uncomputed=num_uncomputed,
             num_computed=0,
             num_tokens=num_uncomputed,
