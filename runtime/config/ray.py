@@ -17,8 +17,8 @@ class RayPoolConfig(Section):
         None,
         ge=0,
         le=1e6,
-        description="Amount of Ray's GPU resource. null: one per rank of vLLM if any "
-        "Ray node has GPUs, otherwise none.",
+        description="Amount of Ray's GPU resource. null: one per rank of vLLM; none in a private "
+        "Ray on a host without GPUs. 0: vLLM's CPU build in a Ray cluster.",
     )
     resources: dict[str, Annotated[float, Field(gt=0, le=1e12)]] = Field(
         default_factory=dict, description="Amounts of custom Ray resources, by name."

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from baton.coordinator.launchers.ray_launch import wire
+from baton.coordinator.launchers.ray_launch.placement import Node
 from baton.coordinator.launchers.worker_process import WorkerExit
 
 pytest.importorskip("ray")
@@ -101,6 +102,58 @@ async def test_a_worker_that_is_to_end_before_its_start_is_over_ends_all_the_sam
         assert alive == set()
         commands.feed_eof()
         await running
+
+
+@pytest.mark.parametrize(
+    ("address", "on_nodes", "gpus", "asked", "waits"),
+    [
+        ("127.0.0.1:9", [], None, 2.0, "Ray has no nodes"),
+        (
+            "127.0.0.1:9",
+            [{"CPU": 8.0}],
+            None,
+            2.0,
+            "no node of Ray has GPU 2 (most: 0); if workers run vLLM's CPU build, "
+            "set ray.decode.gpus to 0",
+        ),
+        ("127.0.0.1:9", [{"CPU": 8.0}], 2.0, 2.0, "no node of Ray has GPU 2 (most: 0)"),
+        ("127.0.0.1:9", [{"CPU": 8.0, "GPU": 8.0}], None, 2.0, ""),
+        ("127.0.0.1:9", [{"CPU": 8.0}], 0.0, 0.0, ""),
+        ("", [{"CPU": 8.0}], None, 0.0, ""),
+        ("", [{"CPU": 8.0, "GPU": 2.0}], None, 2.0, ""),
+    ],
+)
+async def test_a_worker_reserves_gpus_though_no_node_has_some_yet(
+    monkeypatch, address, on_nodes, gpus, asked, waits
+):
+    """Ray's autoscaler adds nodes with GPUs only for workers that ask for GPUs."""
+    said, made = [], []
+
+    class Workers(workers.RayWorkers):
+        def _make_actor(self, start, gpus, node):
+            made.append(gpus)
+
+        async def _watch(self, worker):
+            said.append(await self._why_not_placed(worker, 0.0))
+
+        async def _probe(self):
+            await asyncio.Event().wait()
+
+    async def in_thread(function, timeout_s=0.0):
+        return function()
+
+    nodes = [Node(str(n), "10.0.0.1", resources) for n, resources in enumerate(on_nodes)]
+    monkeypatch.setattr(workers, "in_thread", in_thread)
+    monkeypatch.setattr(workers, "live_nodes", lambda: nodes)
+    monkeypatch.setattr(workers.ray, "kill", lambda actor, no_restart: None)
+    commands = asyncio.StreamReader()
+    commands.feed_data(wire.encode(replace(start(), num_ranks=2, gpus=gpus)))
+    commands.feed_eof()
+    async with asyncio.timeout(WAIT_S):
+        opening = replace(OPENING, address=address)
+        await Workers(opening, lambda message: None).run(commands)
+    assert made == [asked]
+    assert said == [waits]
 
 
 async def awaited(call):
