@@ -54,9 +54,10 @@ class RayConfig(Section):
     connect_timeout_s: PositiveSeconds = Field(
         60.0, description="Longest wait for the connection to Ray."
     )
-    placement_timeout_s: PositiveSeconds = Field(
-        300.0,
-        description="A worker that Ray cannot place within this time is given up.",
+    placement_timeout_s: PositiveSeconds | None = Field(
+        None,
+        description="A worker that Ray cannot place within this time is given up, and another one "
+        "is started. null: scaling.start_timeout_s.",
     )
     prefill: RayPoolConfig = Field(default_factory=RayPoolConfig)
     decode: RayPoolConfig = Field(default_factory=RayPoolConfig)

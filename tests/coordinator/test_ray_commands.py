@@ -184,7 +184,7 @@ class LocalCalls:
         return call
 
 
-def run_locally(monkeypatch, process, has_node, commands, said):
+def run_locally(monkeypatch, process, has_node, commands, said, placement_timeout_s=2 * WAIT_S):
     """Runs a driver's workers as local actors, which call `process` for WorkerProcess."""
 
     class Workers(workers.RayWorkers):
@@ -209,7 +209,7 @@ def run_locally(monkeypatch, process, has_node, commands, said):
     monkeypatch.setattr(workers, "live_nodes", list)
     monkeypatch.setattr(workers.ray, "kill", kill)
     monkeypatch.setattr(workers.ray, "get_runtime_context", lambda: context)
-    opening = replace(OPENING, placement_timeout_s=2 * WAIT_S)
+    opening = replace(OPENING, placement_timeout_s=placement_timeout_s)
     return asyncio.create_task(Workers(opening, said.put_nowait).run(commands))
 
 
@@ -255,6 +255,20 @@ async def test_a_worker_that_has_ended_is_gone(monkeypatch, when):
         commands.feed_eof()
         await running
     assert not alive
+
+
+async def test_a_worker_is_said_to_wait_before_it_is_given_up(monkeypatch):
+    """Otherwise the coordinator would count a failed start, and start fewer workers at a time."""
+    said, commands = asyncio.Queue(), asyncio.StreamReader()
+    running = run_locally(monkeypatch, None, asyncio.Event(), commands, said, 0.001)
+    commands.feed_data(wire.encode(start()))
+    async with asyncio.timeout(WAIT_S):
+        assert await said.get() == wire.Started("d1", "")
+        assert await said.get() == wire.Waits("d1", "Ray has no nodes")
+        lost = "was not placed on a node within ray.placement_timeout_s (0.001 s): Ray has no nodes"
+        assert await said.get() == wire.Exited("d1", None, lost=lost)
+        commands.feed_eof()
+        await running
 
 
 async def test_a_killed_worker_is_gone_when_its_child_processes_are(monkeypatch):

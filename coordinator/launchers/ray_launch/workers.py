@@ -247,6 +247,9 @@ class RayWorkers:
             if waited_s >= placement_timeout_s:
                 starting.cancel()
                 why = why or "its resources are in use, or its node is slow"
+                if why != reported:
+                    # The coordinator must know that the worker has never run.
+                    self._say(wire.Waits(worker.worker_id, why))
                 limit = f"ray.placement_timeout_s ({placement_timeout_s:g} s)"
                 return f"was not placed on a node within {limit}: {why}"
             if why != reported:
