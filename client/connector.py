@@ -31,6 +31,9 @@ _MAX_SMALL_BYTES, _BULK_PING_TIMEOUT_S = 2**17, 300.0
 # A request without a session waits this long before it moves to another cell. A coordinator usually
 # restarts faster, and its own workers still have the request's KV cache.
 MOVES_AFTER_S = 5.0
+# Without resuming: time in which a request must be accepted if its session ended because of other
+# callers' credentials.
+_RESUBMIT_TIMEOUT_S = 10.0
 
 
 class Connector:
@@ -272,11 +275,14 @@ class Connector:
 
     def _take_back(self, state: RequestState, end: SessionEnd | None) -> None:
         """Takes a request back from an ended session; `end` is None if the client is closing."""
-        if end is not None and end.permanent and end.served:
+        if end is not None and end.permanent and end.served and not _is_of_others(state, end.error):
             state.fail(end.error)
         elif end is not None and (end.served or not end.refused):
             # A session that never served may have ended at a proxy: the request did not cause that.
-            state.on_session_lost(end.error, self._resume_timeout_s, counts=end.served)
+            timeout_s = self._resume_timeout_s
+            if not timeout_s and _is_of_others(state, end.error):
+                timeout_s = _RESUBMIT_TIMEOUT_S
+            state.on_session_lost(end.error, timeout_s, counts=end.served)
         if end is None:
             self._queue(state)
         elif not state.ended:
@@ -376,3 +382,13 @@ class Connector:
     def _submit_delayed(self, state: RequestState) -> None:
         del self._delayed[state]
         self._place(state)
+
+
+def _is_of_others(state: RequestState, error: RemoteError) -> bool:
+    """Whether a session's error is about the credentials of other requests than this one.
+
+    A coordinator ends a session in which no credential was valid for a while. It has refused all
+    requests that it has read, so it has not read the unanswered ones.
+    """
+    is_unanswered = state.accepted is None or state.resuming
+    return is_unanswered and error.code == code_pb2.UNAUTHENTICATED

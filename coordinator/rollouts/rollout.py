@@ -13,13 +13,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from baton.coordinator.rollouts import rollout_errors as why
+from baton.coordinator.rollouts.canary_sizes import (
+    canary_gpus,
+    canary_sizes,
+    has_promoted_sizes,
+    num_lacking,
+    promotion_sizes,
+)
 from baton.coordinator.rollouts.comparison import Verdict, judge
 from baton.coordinator.rollouts.retiring import Retiring
 from baton.coordinator.rollouts.traffic import Traffic
 from baton.coordinator.scaling.scaling import Scaler
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.fleets import Fleet
-from baton.coordinator.state.pools import POOL_OF, ROLE_OF, Pool
+from baton.coordinator.state.pools import POOL_OF, Pool
 from baton.coordinator.state.request_table import RequestTable
 from baton.coordinator.state.revision import Revision
 from baton.coordinator.state.timers import CoreTimer, Timers
@@ -163,7 +170,8 @@ class Rollouts:
         """Returns why the canary cannot be promoted; None if it can."""
         if self.rollout is None:
             return why.none_runs()
-        return why.promote_error(self._workers, self._scaler, self.rollout.canary)
+        rollout = self.rollout
+        return why.promote_error(self._workers, self._scaler, rollout.canary, rollout.sizes)
 
     def abort_error(self) -> errors.BatonError | None:
         """Returns why no rollout can be aborted; None if one can."""
@@ -177,7 +185,7 @@ class Rollouts:
         canary.revision = event.revision
         sizes = dict.fromkeys(Pool, 0)
         if self._scaler.active:
-            sizes = why.canary_sizes(self._fleets, canary.workers, event.sizes)
+            sizes = canary_sizes(self._fleets, canary.workers, event.sizes)
         self.rollout = Rollout(canary, self.traffic.stable, sizes, event.abort_if_worse)
         self.traffic.canary, self.traffic.share = canary, event.share
         self._changed()
@@ -193,6 +201,8 @@ class Rollouts:
         if self.rollout is not None:
             self._was_changed = True
             self.rollout.drain_s = drain_s or self._max_request_s
+            if self._scaler.active:
+                self.rollout.sizes = self._promotion_sizes(self.rollout)
 
     def abort(self, drain_s: float | None, reason: str, now: float) -> None:
         """Aborts the rollout; `abort_error` was None."""
@@ -248,7 +258,7 @@ class Rollouts:
                 self._abort(rollout, found, None, now)
             elif (
                 rollout.drain_s is not None
-                and why.has_promoted_sizes(self._fleets, self._scaler, rollout.canary)
+                and has_promoted_sizes(self._fleets, self._scaler, rollout.canary, rollout.sizes)
                 and not self._needs_start(rollout.stable)
             ):
                 self._switch(rollout, rollout.drain_s, now)
@@ -347,14 +357,25 @@ class Rollouts:
         canary, launches = rollout.canary, self._scaler.launches
         launches.give_up_stuck(canary, self._scaler.start_timeout_s, now)
         if rollout.drain_s is not None:
-            for pool, size in why.promoted_sizes(self._fleets, self._scaler).items():
-                rollout.sizes[pool] = max(rollout.sizes[pool], size)
-        for pool, role in ROLE_OF.items():
-            attached = sum(one.role == role and one.state != _DRAINING for one in canary.workers)
-            lacking = rollout.sizes[pool] - attached - launches.num_starting(pool, canary)
+            self._follow_pools(rollout)
+        for pool, lacking in num_lacking(self._scaler, canary, rollout.sizes).items():
             number = min(lacking, self._scaler.num_startable(pool, canary.revision))
             launches.start(pool, int(number), now, canary)
             launches.settle(pool, now, canary)
+
+    def _follow_pools(self, rollout: Rollout) -> None:
+        """Raises a canary that is being promoted to the stable pools' sizes, while GPUs suffice.
+
+        Without room for both, the pools have grown since the promotion was requested. The canary
+        then keeps its sizes, and its pools grow after the promotion.
+        """
+        canary, sizes = rollout.canary, self._promotion_sizes(rollout)
+        attached = list(canary.workers)
+        if not why.gpus_error(self._workers, self._scaler, attached, canary.revision, sizes):
+            rollout.sizes = sizes
+
+    def _promotion_sizes(self, rollout: Rollout) -> dict[Pool, int]:
+        return promotion_sizes(self._fleets, self._scaler, rollout.canary.workers, rollout.sizes)
 
     def _reserve(self) -> None:
         """Reserves the GPUs of the canary and of leaving fleets, so that no pool takes them.
@@ -364,7 +385,7 @@ class Rollouts:
         scaler, rollout, held = self._scaler, self.rollout, 0
         if rollout is not None:
             canary = rollout.canary
-            held = why.canary_gpus(scaler, canary.workers, canary.revision, rollout.sizes)
+            held = canary_gpus(scaler, canary.workers, canary.revision, rollout.sizes)
         for fleet in self.retiring:
             held += scaler.gpus_of(one for one in fleet.workers if one.state != _DRAINING)
             held += scaler.gpus_starting(fleet)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
+from baton.coordinator.rollouts.canary_sizes import (
+    canary_gpus,
+    canary_sizes,
+    interchangeable,
+    promoted_sizes,
+    promotion_sizes,
+    serving,
+)
 from baton.coordinator.scaling.scaling import Scaler
 from baton.coordinator.state.fleets import Fleet, Fleets
 from baton.coordinator.state.pools import POOL_OF, Pool
@@ -12,75 +19,6 @@ from baton.coordinator.state.revision import Revision
 from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.runtime.errors import BatonError, FailedPrecondition, InvalidArgument
 from baton.runtime.names import REVISION_NAMES, is_revision
-from baton.v1 import cluster_pb2
-
-_DRAINING = cluster_pb2.WORKER_STATE_DRAINING
-
-
-def serving(workers: Iterable[Worker]) -> Counter[Pool]:
-    """Counts the workers that serve, by pool."""
-    return Counter(POOL_OF[one.role] for one in workers if one.serving and one.role in POOL_OF)
-
-
-def interchangeable(fleets: Fleets) -> tuple[tuple[Pool, ...], ...]:
-    """Returns the groups of pools whose workers can do each other's work.
-
-    An elastic cell has one group of both pools, any other cell one group per pool. A canary needs a
-    worker of each group, and its size is compared by group.
-    """
-    return (tuple(Pool),) if fleets.elastic else tuple((pool,) for pool in Pool)
-
-
-def canary_sizes(
-    fleets: Fleets, attached: Iterable[Worker], sizes: Mapping[Pool, int]
-) -> dict[Pool, int]:
-    """Returns the number of workers by pool up to which the coordinator starts canary workers.
-
-    Args:
-        fleets: All fleets.
-        attached: The canary's attached workers.
-        sizes: Numbers of workers that the operator gave, attached ones included. For a pool
-            without a number: 1, or 0 if an attached worker can do the pool's work, so that the
-            coordinator starts none.
-    """
-    pools = {POOL_OF.get(one.role) for one in attached}
-    return {
-        pool: sizes.get(pool, 1 if pools.isdisjoint(group) else 0)
-        for group in interchangeable(fleets)
-        for pool in group
-    }
-
-
-def promoted_sizes(fleets: Fleets, scaler: Scaler) -> dict[Pool, int]:
-    """Returns the number of workers by pool that a canary needs to replace the stable fleet.
-
-    It is the stable fleet's number, and at least one worker of each group of interchangeable pools.
-    """
-    if scaler.active:
-        sizes = {pool: scaler.desired(pool) for pool in Pool}
-    else:
-        counts = serving(fleets.stable.workers)
-        sizes = {pool: counts[pool] for pool in Pool}
-    return sizes if fleets.elastic else {pool: max(1, size) for pool, size in sizes.items()}
-
-
-def has_promoted_sizes(fleets: Fleets, scaler: Scaler, canary: Fleet) -> bool:
-    """Whether a canary has enough serving workers to replace the stable fleet."""
-    counts, wanted = serving(canary.workers), promoted_sizes(fleets, scaler)
-    return all(
-        sum(counts[pool] for pool in group) >= max(1, sum(wanted[pool] for pool in group))
-        for group in interchangeable(fleets)
-    )
-
-
-def canary_gpus(
-    scaler: Scaler, attached: Iterable[Worker], revision: Revision, sizes: Mapping[Pool, int]
-) -> int:
-    """Returns the GPUs of a canary's workers and of those that it still needs for these sizes."""
-    there = [one for one in attached if one.state != _DRAINING]
-    counts = Counter(POOL_OF.get(one.role) for one in there)
-    lacking = {pool: max(0, number - counts[pool]) for pool, number in sizes.items()}
-    return scaler.gpus_of(there) + scaler.gpus(lacking, revision)
 
 
 def none_runs() -> BatonError:
@@ -128,16 +66,25 @@ def start_error(
         )
     attached = list(fleet.workers) if fleet is not None else []
     wanted = canary_sizes(workers.fleets, attached, sizes)
-    return _workers_error(workers.fleets, scaler, attached, revision, sizes) or _gpus_error(
+    return _workers_error(workers.fleets, scaler, attached, revision, sizes) or gpus_error(
         workers, scaler, attached, revision, wanted
     )
 
 
-def promote_error(workers: WorkerRegistry, scaler: Scaler, canary: Fleet) -> BatonError | None:
-    """Returns why this canary cannot be promoted; None if it can."""
+def promote_error(
+    workers: WorkerRegistry, scaler: Scaler, canary: Fleet, sizes: Mapping[Pool, int]
+) -> BatonError | None:
+    """Returns why this canary cannot be promoted; None if it can.
+
+    Args:
+        workers: All attached workers.
+        scaler: Starts workers if it is active.
+        canary: The canary.
+        sizes: Numbers of workers up to which the coordinator starts canary workers now.
+    """
     fleets, launches = workers.fleets, scaler.launches
     name, stable = canary.name, fleets.stable
-    counts, sizes = serving(canary.workers), promoted_sizes(fleets, scaler)
+    counts, promoted = serving(canary.workers), promoted_sizes(fleets, scaler)
     for group in interchangeable(fleets):
         num_serving, kind = sum(counts[pool] for pool in group), _kind(group)
         if not num_serving:
@@ -148,7 +95,7 @@ def promote_error(workers: WorkerRegistry, scaler: Scaler, canary: Fleet) -> Bat
             return FailedPrecondition(
                 f"revision {name!r} has no {kind} that serves" + (f": {problem}" if problem else "")
             )
-        wanted = sum(sizes[pool] for pool in group)
+        wanted = sum(promoted[pool] for pool in group)
         if not scaler.active and num_serving < wanted:
             return FailedPrecondition(
                 f"revision {name!r} has {num_serving} serving {kind}s and needs "
@@ -156,7 +103,9 @@ def promote_error(workers: WorkerRegistry, scaler: Scaler, canary: Fleet) -> Bat
                 f"start {wanted - num_serving} more with --revision {name}, or drain some of "
                 f"revision {stable.name!r}"
             )
-    return _gpus_error(workers, scaler, list(canary.workers), canary.revision, sizes)
+    attached = list(canary.workers)
+    grown = promotion_sizes(fleets, scaler, attached, sizes)
+    return gpus_error(workers, scaler, attached, canary.revision, grown)
 
 
 def _kind(group: Collection[Pool]) -> str:
@@ -201,7 +150,7 @@ def _workers_error(
     )
 
 
-def _gpus_error(
+def gpus_error(
     workers: WorkerRegistry,
     scaler: Scaler,
     attached: Collection[Worker],

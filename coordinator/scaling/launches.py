@@ -68,7 +68,7 @@ class _Starts:
     """Failed starts in one pool of one fleet.
 
     Attributes:
-        num_failed: number of failures in a row.
+        num_failed: number of failures in a row, without processes that waited to be started.
         problem: reason of the last failure.
         failed_at: time of the last failure.
         not_before: earliest time of the next attempt.
@@ -196,6 +196,8 @@ class Launches:
     def start(self, pool: Pool, number: int, now: float, fleet: Fleet | None = None) -> None:
         """Starts processes, but none before `not_before`, and one at a time after a failed start.
 
+        The end of a process that waited to be started does not delay or limit other starts.
+
         Args:
             pool: pool of the new workers.
             number: number of processes; 0 or less starts none.
@@ -224,7 +226,8 @@ class Launches:
         for launch in self._starting(fleet):
             if now - launch.since > timeout_s:
                 self._end(launch)
-                self._lost(launch, f"did not come up within {timeout_s:g} s", now)
+                waits = f": {launch.waits}" if launch.waits else ""
+                self._lost(launch, f"did not come up within {timeout_s:g} s{waits}", now)
 
     def give_up_all(self, fleet: Fleet) -> None:
         """Ends processes of a fleet that have not attached yet."""
@@ -303,7 +306,7 @@ class Launches:
         """Forgets failed starts once a later worker has served for a while or none was started."""
         key = self._key(pool, fleet)
         starts = self._starts[key]
-        if not starts.num_failed:
+        if not starts.problem:
             return
         later = [
             launch
@@ -316,7 +319,8 @@ class Launches:
             launch.attached_at is not None and now - launch.attached_at >= STABLE_S
             for launch in later
         )
-        unwanted = not later and now >= starts.not_before + _LONGEST_BACKOFF_S
+        settled_at = max(starts.not_before, starts.failed_at) + _LONGEST_BACKOFF_S
+        unwanted = not later and now >= settled_at
         if stable or unwanted:
             del self._starts[key]
 
@@ -354,9 +358,13 @@ class Launches:
         if launch.attached_at is not None and now - launch.attached_at >= STABLE_S:
             return
         starts = self._starts[launch.pool, launch.revision.name]
+        starts.failed_at, starts.problem = now, f"worker {launch.worker_id} {reason}"
+        self._stats.num_failed_starts += 1
+        if launch.waits:
+            # The process has never run, so there is no sign that the next one would fail. Fewer
+            # starts at a time would only request fewer nodes.
+            return
         starts.num_failed += 1
         num_doublings = min(starts.num_failed - 1, _MAX_DOUBLINGS)
         wait_s = min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2**num_doublings)
-        starts.failed_at, starts.not_before = now, now + wait_s
-        starts.problem = f"worker {launch.worker_id} {reason}"
-        self._stats.num_failed_starts += 1
+        starts.not_before = now + wait_s

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from baton.coordinator.rollouts.canary_sizes import num_without_gpus, serving
 from baton.coordinator.rollouts.comparison import Verdict, judge
 from baton.coordinator.rollouts.rollout import Rollout, Rollouts
-from baton.coordinator.rollouts.rollout_errors import serving
 from baton.coordinator.server.shell import Shell
 from baton.coordinator.server.status import percentiles
 from baton.coordinator.state import events as ev
@@ -183,12 +183,12 @@ class RolloutCalls:
         return {pool: max(0, rollout.sizes[pool] - counts[pool]) for pool in Pool}
 
     def _problem(self, rollout: Rollout) -> str:
-        launches, canary = self._shell.core.scaler.launches, rollout.canary
-        found = (
-            told
-            for pool in Pool
-            for told in (launches.problem(pool, canary), launches.waiting(pool, canary))
-        )
+        scaler, canary = self._shell.core.scaler, rollout.canary
+        found = []
+        for pool, number in num_without_gpus(scaler, canary, rollout.sizes).items():
+            found += [scaler.launches.problem(pool, canary), scaler.launches.waiting(pool, canary)]
+            if number:
+                found.append(f"no free GPUs (scaling.max_gpus) for {number} {pool.value} workers")
         return "; ".join(filter(None, found))
 
     def _status_of(self, fleet: Fleet, stats: FleetStats | None) -> admin_pb2.RevisionStatus:

@@ -346,7 +346,9 @@ async def _wait_until_all_serve(
         if failure.done():
             raise WorkersFailed(failure.result())
         if not serving.done():
-            late = ", ".join(coordinator.not_serving(worker_ids))
+            launches = coordinator.shell.core.scaler.launches
+            waiting = filter(None, (launches.waiting(pool) for pool in Pool))
+            late = "; ".join([", ".join(coordinator.not_serving(worker_ids)), *waiting])
             raise WorkersFailed(
                 f"not serving after worker.start_timeout_s ({timeout_s:g} s): {late}"
             )

@@ -17,8 +17,8 @@ class RayPoolConfig(Section):
         None,
         ge=0,
         le=1e6,
-        description="Amount of Ray's GPU resource. null: one per rank of vLLM if any "
-        "Ray node has GPUs, otherwise none.",
+        description="Amount of Ray's GPU resource. null: one per rank of vLLM; none in a private "
+        "Ray on a host without GPUs. 0: vLLM's CPU build in a Ray cluster.",
     )
     resources: dict[str, Annotated[float, Field(gt=0, le=1e12)]] = Field(
         default_factory=dict, description="Amounts of custom Ray resources, by name."
@@ -54,9 +54,10 @@ class RayConfig(Section):
     connect_timeout_s: PositiveSeconds = Field(
         60.0, description="Longest wait for the connection to Ray."
     )
-    placement_timeout_s: PositiveSeconds = Field(
-        300.0,
-        description="A worker that Ray cannot place within this time is given up.",
+    placement_timeout_s: PositiveSeconds | None = Field(
+        None,
+        description="A worker that Ray cannot place within this time is given up, and another one "
+        "is started. null: scaling.start_timeout_s.",
     )
     prefill: RayPoolConfig = Field(default_factory=RayPoolConfig)
     decode: RayPoolConfig = Field(default_factory=RayPoolConfig)

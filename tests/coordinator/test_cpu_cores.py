@@ -71,3 +71,22 @@ def test_a_worker_with_other_ranks_has_the_cores_of_its_place(monkeypatch):
     # With invalid numbers of ranks nothing is bound; vLLM reports the error.
     places.give_back("w1")
     assert places.take("w3", 0) == {}
+
+
+def test_a_replacement_gets_the_cores_of_the_ending_worker(monkeypatch):
+    monkeypatch.delenv(affinity.VLLM_BIND_THREADS, raising=False)
+    monkeypatch.setattr(cpu_cores, "_NVIDIA_DRIVER", cpu_cores.Path("/nowhere"))
+    monkeypatch.setattr(cpu_cores.os, "sched_getaffinity", lambda pid: {0, 1})
+    places = cpu_cores.CorePlaces(parse({"engine": "vllm"}, "test"))
+    assert [places.take(name, 1)[affinity.VLLM_BIND_THREADS] for name in "ab"] == ["0", "1"]
+    places.ends("b")
+    assert places.take("c", 1) == {affinity.VLLM_BIND_THREADS: "1"}
+    # The host has no cores for a third worker.
+    assert places.take("d", 1) == {}
+    places.give_back("b")
+    assert places.take("e", 1) == {}
+    places.ends("a")
+    places.give_back("c")
+    # A free share comes before the share of a worker that is ending.
+    assert places.take("f", 1) == {affinity.VLLM_BIND_THREADS: "1"}
+    assert places.take("g", 1) == {affinity.VLLM_BIND_THREADS: "0"}

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from baton.coordinator.launchers.ray_launch import wire
+from baton.coordinator.launchers.ray_launch.placement import Node
 from baton.coordinator.launchers.worker_process import WorkerExit
 
 pytest.importorskip("ray")
@@ -103,6 +104,58 @@ async def test_a_worker_that_is_to_end_before_its_start_is_over_ends_all_the_sam
         await running
 
 
+@pytest.mark.parametrize(
+    ("address", "on_nodes", "gpus", "asked", "waits"),
+    [
+        ("127.0.0.1:9", [], None, 2.0, "Ray has no nodes"),
+        (
+            "127.0.0.1:9",
+            [{"CPU": 8.0}],
+            None,
+            2.0,
+            "no node of Ray has GPU 2 (most: 0); if workers run vLLM's CPU build, "
+            "set ray.decode.gpus to 0",
+        ),
+        ("127.0.0.1:9", [{"CPU": 8.0}], 2.0, 2.0, "no node of Ray has GPU 2 (most: 0)"),
+        ("127.0.0.1:9", [{"CPU": 8.0, "GPU": 8.0}], None, 2.0, ""),
+        ("127.0.0.1:9", [{"CPU": 8.0}], 0.0, 0.0, ""),
+        ("", [{"CPU": 8.0}], None, 0.0, ""),
+        ("", [{"CPU": 8.0, "GPU": 2.0}], None, 2.0, ""),
+    ],
+)
+async def test_a_worker_reserves_gpus_though_no_node_has_some_yet(
+    monkeypatch, address, on_nodes, gpus, asked, waits
+):
+    """Ray's autoscaler adds nodes with GPUs only for workers that ask for GPUs."""
+    said, made = [], []
+
+    class Workers(workers.RayWorkers):
+        def _make_actor(self, start, gpus, node):
+            made.append(gpus)
+
+        async def _watch(self, worker):
+            said.append(await self._why_not_placed(worker, 0.0))
+
+        async def _probe(self):
+            await asyncio.Event().wait()
+
+    async def in_thread(function, timeout_s=0.0):
+        return function()
+
+    nodes = [Node(str(n), "10.0.0.1", resources) for n, resources in enumerate(on_nodes)]
+    monkeypatch.setattr(workers, "in_thread", in_thread)
+    monkeypatch.setattr(workers, "live_nodes", lambda: nodes)
+    monkeypatch.setattr(workers.ray, "kill", lambda actor, no_restart: None)
+    commands = asyncio.StreamReader()
+    commands.feed_data(wire.encode(replace(start(), num_ranks=2, gpus=gpus)))
+    commands.feed_eof()
+    async with asyncio.timeout(WAIT_S):
+        opening = replace(OPENING, address=address)
+        await Workers(opening, lambda message: None).run(commands)
+    assert made == [asked]
+    assert said == [waits]
+
+
 async def awaited(call):
     return await call
 
@@ -131,7 +184,7 @@ class LocalCalls:
         return call
 
 
-def run_locally(monkeypatch, process, has_node, commands, said):
+def run_locally(monkeypatch, process, has_node, commands, said, placement_timeout_s=2 * WAIT_S):
     """Runs a driver's workers as local actors, which call `process` for WorkerProcess."""
 
     class Workers(workers.RayWorkers):
@@ -156,7 +209,7 @@ def run_locally(monkeypatch, process, has_node, commands, said):
     monkeypatch.setattr(workers, "live_nodes", list)
     monkeypatch.setattr(workers.ray, "kill", kill)
     monkeypatch.setattr(workers.ray, "get_runtime_context", lambda: context)
-    opening = replace(OPENING, placement_timeout_s=2 * WAIT_S)
+    opening = replace(OPENING, placement_timeout_s=placement_timeout_s)
     return asyncio.create_task(Workers(opening, said.put_nowait).run(commands))
 
 
@@ -202,6 +255,20 @@ async def test_a_worker_that_has_ended_is_gone(monkeypatch, when):
         commands.feed_eof()
         await running
     assert not alive
+
+
+async def test_a_worker_is_said_to_wait_before_it_is_given_up(monkeypatch):
+    """Otherwise the coordinator would count a failed start, and start fewer workers at a time."""
+    said, commands = asyncio.Queue(), asyncio.StreamReader()
+    running = run_locally(monkeypatch, None, asyncio.Event(), commands, said, 0.001)
+    commands.feed_data(wire.encode(start()))
+    async with asyncio.timeout(WAIT_S):
+        assert await said.get() == wire.Started("d1", "")
+        assert await said.get() == wire.Waits("d1", "Ray has no nodes")
+        lost = "was not placed on a node within ray.placement_timeout_s (0.001 s): Ray has no nodes"
+        assert await said.get() == wire.Exited("d1", None, lost=lost)
+        commands.feed_eof()
+        await running
 
 
 async def test_a_killed_worker_is_gone_when_its_child_processes_are(monkeypatch):

@@ -39,6 +39,20 @@ def test_a_simulated_engine_has_no_ranks():
     assert (made.gpus, made.num_ranks) == (1, 0)
 
 
+@pytest.mark.parametrize(("configured", "used"), [(None, 1234.0), (5.0, 5.0)])
+async def test_a_worker_may_wait_for_a_node_as_long_as_for_its_start(monkeypatch, configured, used):
+    async def connect(opening, *callbacks):
+        raise LaunchError(f"{opening.placement_timeout_s}")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(DriverProcess, "open", connect)
+    ray = {"address": "127.0.0.1:9", "placement_timeout_s": configured}
+    values = {"launcher": "ray", "ray": ray, "scaling": {"start_timeout_s": 1234}}
+    launcher = RayLauncher(parse(values, "test"), "127.0.0.1:9", lambda worker_exit: None)
+    with pytest.raises(LaunchError, match=f"^{used}$"):
+        await launcher.start("p1", "prefill")
+
+
 async def test_calls_waiting_for_a_failed_connection_do_not_retry_it(monkeypatch):
     tries, refuses = [], asyncio.Event()
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from launched_world import CONFIG, ROLES, Launched
 
+from baton.coordinator.rollouts.canary_sizes import num_without_gpus
+from baton.coordinator.server.admin_rollout import RolloutCalls
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.revision import Revision
@@ -81,6 +84,55 @@ def test_a_promotion_needs_gpus_for_the_promoted_sizes(launched):
     assert "3 are the stable revision's" in str(made.core.rollouts.promote_error())
 
 
+def test_a_promotion_does_not_wait_for_gpus_that_a_growing_pool_has_taken(launched):
+    made = launched(max_gpus=7)
+    made.world.handle(ev.ScaleRequested(Pool.DECODE, 2))
+    made.wait(5)
+    made.come_up()
+    made.world.handle(ev.RolloutRequested(Revision("r2"), 0.1, {}))
+    made.come_up()
+    made.world.handle(ev.PromotionRequested())
+    assert made.started[-1] == "decode-r2-1"
+    # The stable fleet grows to 4 GPUs, which leaves none for a third decode worker of the canary.
+    made.world.handle(ev.ScaleRequested(Pool.DECODE, 3))
+    made.wait(5)
+    assert made.started[-1] == "decode-2"
+    made.come_up()
+    assert made.core.fleets.stable.name == "r2"
+    made.wait(10)
+    made.come_up()
+    assert [one.name for one in made.core.fleets] == ["r2"]
+    assert made.ids(Pool.DECODE) == {"decode-r2-0", "decode-r2-1", "decode-r2-2"}
+
+
+def test_a_canary_follows_a_growing_pool_while_gpus_suffice(launched):
+    made = launched(max_gpus=6)
+    made.world.handle(ev.RolloutRequested(SINGLE, 0.1, {Pool.PREFILL: 1, Pool.DECODE: 1}))
+    made.come_up()
+    made.world.handle(ev.WorkerExited("prefill-r2-0", "crashed"))
+    made.world.handle(ev.PromotionRequested())
+    made.world.handle(ev.ScaleRequested(Pool.DECODE, 2))
+    made.wait(5)
+    assert {"decode-1", "decode-r2-1"} <= set(made.started)
+
+
+@pytest.mark.parametrize("sizes", [{Pool.PREFILL: 2, Pool.DECODE: 2}, {Pool.PREFILL: 4}])
+def test_an_elastic_canary_needs_no_gpus_for_the_stable_fleets_split(new_world, sizes):
+    """In an elastic cell, workers of one pool replace workers of the other."""
+    made = Launched(new_world, 1, 3, world={"elastic": True}, max_gpus=8)
+    made.come_up()
+    made.wait(11)
+    sizes = {Pool.DECODE: 0, **sizes}
+    assert made.core.rollouts.start_error(SINGLE, 0.1, sizes) is None
+    made.world.handle(ev.RolloutRequested(SINGLE, 0.1, sizes))
+    made.come_up()
+    num_started = len(made.started)
+    assert made.core.rollouts.promote_error() is None
+    made.world.handle(ev.PromotionRequested())
+    assert made.core.fleets.stable.name == "r2"
+    assert len(made.started) == num_started == 8
+
+
 def test_the_pools_do_not_use_the_canarys_gpus(launched):
     made = launched(max_gpus=6)
     made.world.handle(ev.RolloutRequested(DOUBLE, 0.1, {}))
@@ -108,7 +160,14 @@ def test_a_canarys_worker_is_replaced_when_its_gpus_are_free(launched, how):
     # Its process has not ended yet.
     made.world.after(3.0)
     assert "decode-r2-1" not in made.started
-    made.wait(10)
+    rollout = made.core.rollouts.rollout
+    calls = RolloutCalls(SimpleNamespace(core=made.core, now=lambda: made.world.now), None)
+    problem = "no free GPUs (scaling.max_gpus) for 1 decode workers"
+    for number in (1, 0):
+        found = num_without_gpus(made.core.scaler, rollout.canary, rollout.sizes)
+        assert found == {Pool.PREFILL: 0, Pool.DECODE: number}
+        assert (problem in calls.status().problem) == bool(number)
+        made.wait(10)
     assert "decode-r2-1" in made.started
 
 

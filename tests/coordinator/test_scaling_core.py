@@ -119,6 +119,32 @@ def test_an_unwanted_start_is_not_announced_as_tried_again(launched):
     assert made.reason(PREFILL).endswith("no such weights")
 
 
+@pytest.mark.parametrize("who", ["the launcher", "the scaler"])
+def test_workers_that_never_found_room_do_not_limit_later_starts(launched, who):
+    """Nodes may come later than a worker is given up, and Ray adds one per waiting worker."""
+    made = launched()
+    made.world.handle(ev.ScaleRequested(DECODE, 4))
+    made.wait(1)
+    waiting, room = made.started[-3:], "waits for room: no node has GPU 1"
+    for worker_id in waiting:
+        made.world.handle(ev.WorkerWaits(worker_id, room))
+    if who == "the scaler":
+        made.wait(35)
+    else:
+        for worker_id in waiting:
+            made.world.handle(ev.WorkerExited(worker_id, f"was not placed: {room}"))
+        made.wait(1)
+    assert set(made.ended) == set(waiting)
+    assert len(made.started) == 2 + 2 * 3
+    assert made.core.stats.num_failed_starts == 3
+    problem = made.core.scaler.launches.problem(DECODE)
+    assert problem.startswith(f"worker {waiting[-1]} ")
+    assert problem.endswith(room)
+    made.come_up()
+    made.wait(20)
+    assert made.core.scaler.launches.problem(DECODE) == ""
+
+
 def test_workers_that_wait_for_room_are_told_of_until_they_have_it(launched):
     made = launched()
     made.world.handle(ev.ScaleRequested(DECODE, 3))

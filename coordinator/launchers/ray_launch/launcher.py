@@ -117,7 +117,7 @@ class RayLauncher:
             return self._driver
 
     def _open_message(self) -> wire.Open:
-        ray = self._config.ray
+        ray, start_timeout_s = self._config.ray, self._config.scaling.start_timeout_s
         return wire.Open(
             address=ray.address,
             namespace=ray.namespace,
@@ -127,7 +127,7 @@ class RayLauncher:
             command=self._command,
             stop_timeout_s=self._config.worker.drain_timeout_s + STOP_MARGIN_S,
             connect_timeout_s=ray.connect_timeout_s,
-            placement_timeout_s=ray.placement_timeout_s,
+            placement_timeout_s=ray.placement_timeout_s or start_timeout_s,
         )
 
 

@@ -22,6 +22,35 @@ class Node:
     resources: Mapping[str, float]
 
 
+def default_gpus(num_ranks: int, nodes: Sequence[Node], *, is_local: bool) -> float:
+    """Number of GPUs that a worker reserves if the configuration names none.
+
+    It is one GPU per rank. Only a local Ray, which gets no further nodes, is known to have no GPUs.
+    A cluster without GPUs may get nodes with GPUs later. There, workers that reserve none would all
+    use the first GPU of a node.
+
+    Args:
+        num_ranks: number of engine ranks that would use one GPU each.
+        nodes: live nodes of Ray.
+        is_local: whether Baton has started this Ray.
+    """
+    if is_local and not _have_gpus(nodes):
+        return 0.0
+    return float(num_ranks)
+
+
+def cpu_build_hint(role: str, nodes: Sequence[Node]) -> str:
+    """What to configure if Ray is meant to have no GPUs; empty if a node has GPUs.
+
+    Args:
+        role: role of a worker that waits for GPUs, "prefill" or "decode".
+        nodes: live nodes of Ray.
+    """
+    if not nodes or _have_gpus(nodes):
+        return ""
+    return f"; if workers run vLLM's CPU build, set ray.{role}.gpus to 0"
+
+
 def shortage(needs: Mapping[str, float], nodes: Sequence[Node]) -> str:
     """Why no node can ever hold a worker; empty if some node could once its resources are free."""
     wanted = {name: amount for name, amount in needs.items() if amount > 0}
@@ -50,6 +79,10 @@ def in_use(needs: Mapping[str, float], free: Mapping[str, float]) -> str:
     if not wanted:
         return "its node is slow"
     return f"no node has all of {together} free (together they have {left}), or its node is slow"
+
+
+def _have_gpus(nodes: Sequence[Node]) -> bool:
+    return any(node.resources.get("GPU") for node in nodes)
 
 
 def _missing(wanted: Mapping[str, float], node: Node) -> list[str]:

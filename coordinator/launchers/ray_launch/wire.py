@@ -41,7 +41,7 @@ class Start:
     """Start a worker; answered by Started.
 
     Attributes:
-        gpus: number of GPUs; None: one per rank if any node has GPUs.
+        gpus: number of GPUs; None: see placement.default_gpus.
         num_ranks: number of engine ranks that would use one GPU each.
         resources: custom resources.
         environment: variables added to the node's environment.

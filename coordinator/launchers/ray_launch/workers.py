@@ -26,7 +26,13 @@ from baton.coordinator.launchers.ray_launch.calls import (
     result,
 )
 from baton.coordinator.launchers.ray_launch.cluster import NAME_PREFIX
-from baton.coordinator.launchers.ray_launch.placement import in_use, partner_node, shortage
+from baton.coordinator.launchers.ray_launch.placement import (
+    cpu_build_hint,
+    default_gpus,
+    in_use,
+    partner_node,
+    shortage,
+)
 from baton.coordinator.launchers.worker_process import KILL_TIMEOUT_S
 from baton.runtime.long_tasks import keep_running
 
@@ -59,6 +65,7 @@ class _Worker:
             the actor was lost.
         settled: set when the worker is placed or has failed to be placed.
         ending: whether the worker was told to stop, or has ended and was reported.
+        has_default_gpus: whether the configuration leaves the number of GPUs open.
     """
 
     worker_id: str
@@ -70,6 +77,7 @@ class _Worker:
     node: str = ""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     ending: bool = False
+    has_default_gpus: bool = False
     watch: asyncio.Task[None] | None = None
 
 
@@ -127,8 +135,7 @@ class RayWorkers:
         nodes = await in_thread(live_nodes)
         gpus = start.gpus
         if gpus is None:
-            has_gpus = any(node.resources.get("GPU") for node in nodes)
-            gpus = float(start.num_ranks if has_gpus else 0)
+            gpus = default_gpus(start.num_ranks, nodes, is_local=not self._opening.address)
         needs = {"CPU": start.cpus, "GPU": gpus, **start.resources}
         lack = shortage(needs, nodes)
         if lack and not self._opening.address:
@@ -139,6 +146,7 @@ class RayWorkers:
             node = await self._partner_node(start.role)
             actor = await in_thread(lambda: self._make_actor(start, gpus, node))
             worker = _Worker(start.worker_id, start.role, actor, needs, monotonic(), node or "")
+            worker.has_default_gpus = start.gpus is None
             self._workers[start.worker_id] = worker
         worker.watch = asyncio.create_task(self._watch(worker), name=f"watch {start.worker_id}")
         return ""
@@ -239,6 +247,9 @@ class RayWorkers:
             if waited_s >= placement_timeout_s:
                 starting.cancel()
                 why = why or "its resources are in use, or its node is slow"
+                if why != reported:
+                    # The coordinator must know that the worker has never run.
+                    self._say(wire.Waits(worker.worker_id, why))
                 limit = f"ray.placement_timeout_s ({placement_timeout_s:g} s)"
                 return f"was not placed on a node within {limit}: {why}"
             if why != reported:
@@ -254,8 +265,11 @@ class RayWorkers:
     async def _why_not_placed(worker: _Worker, waited_s: float) -> str:
         """Returns why a worker has no node yet; empty if unknown, or if it waits only briefly."""
         with contextlib.suppress(Exception):
-            if lack := shortage(worker.needs, await in_thread(live_nodes)):
-                return lack
+            nodes = await in_thread(live_nodes)
+            if lack := shortage(worker.needs, nodes):
+                return lack + (
+                    cpu_build_hint(worker.role, nodes) if worker.has_default_gpus else ""
+                )
             if waited_s >= _IN_USE_AFTER_S:
                 return in_use(worker.needs, await in_thread(ray.available_resources))
         return ""
