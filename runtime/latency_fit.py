@@ -341,6 +341,8 @@ class LatencyFit:
         for index, value in zip(seen, found, strict=True):
             coefficients[index] = value * units[index]
         self._set_unseen_bases(coefficients, seen)
+        # Every step takes some time, also where all the time seems to be that of the KV tokens.
+        coefficients[_STEP_BASE] = max(coefficients[_STEP_BASE], _LEAST_S)
         if all(map(math.isfinite, coefficients)):
             self._coefficients, self._model = coefficients, LatencyModel(*coefficients)
 

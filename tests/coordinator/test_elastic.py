@@ -572,6 +572,15 @@ def test_changed_targets_count_for_the_next_request(new_world):
     assert request.is_late
 
 
+def test_costs_of_zero_place_requests(new_world):
+    """The section `latency` may say so until steps are measured."""
+    zero = LatencyModel(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    world = new_world(elastic=True, latency=zero).pair()
+    for _ in range(4):
+        world.submit(num_prompt=20)
+    assert all(one.attempt > 0 for one in world.core.running())
+
+
 def test_each_late_request_is_learned_from_once(new_world, monkeypatch):
     times = []
     monkeypatch.setattr(PromptDemand, "was_late", lambda _, now: times.append(now))

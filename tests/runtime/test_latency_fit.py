@@ -212,6 +212,17 @@ def test_a_flood_of_decode_steps_keeps_the_fit_of_prompts():
     assert worst_error(fit, model, "p") < 0.03
 
 
+def test_a_decode_step_takes_time_even_if_all_of_it_seems_to_be_the_tokens():
+    """A slow worker's longer outputs pile up, so that its steps hold more tokens."""
+    fit, rng = LatencyFit(PRIOR), random.Random(1)
+    model = LatencyModel(0.03, 1e-4, 1e-9, 0.028, 1e-4, 3e-8)
+    for _ in range(2000):
+        batch = rng.randint(4, 8)
+        fit.observe(sample(model, [], batch, 8000 * batch))
+        fit.observe(sample(model, [], batch, 80_000 * batch, factor=12))
+    assert fit.model.decode_step_s(1, 0) > 0
+
+
 def test_terms_that_were_never_measured_keep_the_priors_proportions():
     """Only decode steps are seen, on a machine 4 times slower than the prior."""
     model = LatencyModel(*(value * 4 for value in astuple(PRIOR)))

@@ -21,7 +21,8 @@ the workers with most KV room and with the shortest prefill queue.
    - If gaps may be long (core/gap_choice.py) and a step with one stream takes most of the ITL
      target, workers without decodes would leave the other workers no time for prompts. The decodes
      are then spread over all workers.
-   Outputs that wait for long prompts count for less (waiting_outputs.py).
+   Outputs that wait for long prompts count for less (waiting_outputs.py). Workers of a kind on
+   which a decode costs the prompts much more time than on another kind come after the others.
 3. If the decodes are spread over all workers for long gaps, the decode worker also computes the
    prompt if the first token is in time there. The prefill worker also decodes an output of few
    tokens if it computes no other prompt, and any output if a step takes most of the ITL target, it

@@ -318,7 +318,8 @@ def placement_sample(
     fastest_s, model = fastest_step_s(candidates), loads[0].traits.latency.model
     # On average, half of an output is there while it decodes.
     num_output_tokens = 2 * max(1, demand.num_mean_tokens - demand.num_tokens)
-    step_s = max(fastest_s, min(demand.itl_s, 2 * fastest_s))
+    output_s = num_output_tokens * max(fastest_s, min(demand.itl_s, 2 * fastest_s))
+    prompt_s = model.chunk_s(0, prefill.num_work_tokens)
     return PlacementSample(
         # Prompts of less than a step share the next step with the new prompt.
         is_busy=all(
@@ -328,6 +329,7 @@ def placement_sample(
         ),
         num_assigned=sum(load.num_decodes for load in loads),
         num_decoding=sum(load.decodes.num_arrived for load in loads),
-        prompt_share=model.chunk_s(0, prefill.num_work_tokens) / (num_output_tokens * step_s),
+        # Costs of 0 can be configured, and count until steps are measured.
+        prompt_share=prompt_s / output_s if output_s else 1.0,
         due_share=prefill.ttft_s / demand.due_in_s if demand.due_in_s > 0 else 1.0,
     )
