@@ -6,11 +6,9 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 
-import grpc
 from google.rpc import code_pb2
 
 from baton.client import errors
-from baton.client.bulk_session import BulkSession
 from baton.client.request_state import RequestState
 from baton.client.retry_policy import (
     backoff_s,
@@ -25,9 +23,6 @@ from baton.runtime.errors import RemoteError, ResourceExhausted
 
 # A coordinator that hangs is detected after at most the sum of both.
 _PING_INTERVAL_S, _PING_TIMEOUT_S = 3.0, 3.0
-# Requests of more bytes have a connection of their own, which may take this long to answer a ping:
-# the answer waits until a slow connection has sent all that is queued before it.
-_MAX_SMALL_BYTES, _BULK_PING_TIMEOUT_S = 2**17, 300.0
 # A request without a session waits this long before it moves to another cell. A coordinator usually
 # restarts faster, and its own workers still have the request's KV cache.
 MOVES_AFTER_S = 5.0
@@ -69,8 +64,6 @@ class Connector:
         self._max_requests, self._resume_timeout_s = max_requests, resume_timeout_s
         self._next_address = 0
         self._session: Session | None = None
-        # By main session: the session for its large requests.
-        self._bulk: dict[Session, BulkSession] = {}
         self._waiting: dict[RequestState, None] = {}
         self._delayed: dict[RequestState, asyncio.TimerHandle] = {}
         self._find_other_connector = find_other_connector
@@ -85,7 +78,6 @@ class Connector:
         """Number of requests that have not ended."""
         sessions = [*self._draining, *([self._session] if self._session is not None else [])]
         in_sessions = sum(session.num_requests for session in sessions)
-        in_sessions += sum(bulk.num_requests for bulk in self._bulk.values())
         return in_sessions + len(self._waiting) + len(self._delayed)
 
     @property
@@ -119,7 +111,7 @@ class Connector:
             raise errors.from_baton(
                 ResourceExhausted(message, reason="CLIENT_REQUESTS", retry_after_s=None)
             )
-        state.num_bytes = check_size(state.message())
+        check_size(state.message())
         self._place(state)
 
     async def aclose(self, why: str) -> None:
@@ -141,42 +133,11 @@ class Connector:
     def _place(self, state: RequestState) -> None:
         """Submits a request to the current session, or queues it for the next one."""
         if self._session is not None and not self._session.closed:
-            self._submit_to(self._session, state)
+            self._session.submit(state)
             return
         self._queue(state)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="baton client sessions")
-
-    def _submit_to(self, session: Session, state: RequestState) -> None:
-        """Submits a request to a session, or to the session for its large requests."""
-        if state.num_bytes <= _MAX_SMALL_BYTES:
-            session.submit(state)
-            return
-        bulk = self._bulk.get(session)
-        if bulk is None or bulk.closed:
-            bulk = self._bulk[session] = BulkSession(
-                lambda: self._channel(session.address, _BULK_PING_TIMEOUT_S),
-                session.address,
-                on_refused=self._not_accepted,
-                on_end=self._bulk_ended,
-            )
-        bulk.submit(state)
-
-    def _bulk_ended(self, left: Sequence[RequestState], end: SessionEnd) -> None:
-        """Takes requests back from a session for large requests that has ended by itself."""
-        for state in left:
-            if end.served:
-                self._take_back(state, end)
-            else:
-                self._not_accepted(state, end.error)
-
-    def _channel(self, address: str, ping_timeout_s: float) -> grpc.aio.Channel:
-        return rpc.channel(
-            address,
-            ping_interval_s=_PING_INTERVAL_S,
-            ping_timeout_s=ping_timeout_s,
-            dial=self._dial,
-        )
 
     def _queue(self, state: RequestState) -> None:
         state.on_cancel = self._cancel_waiting
@@ -247,7 +208,12 @@ class Connector:
     async def _serve(self, address: str) -> SessionEnd:
         """Runs one session, from the connection attempt to its end."""
         self.prefer(address)
-        async with self._channel(address, _PING_TIMEOUT_S) as channel:
+        async with rpc.channel(
+            address,
+            ping_interval_s=_PING_INTERVAL_S,
+            ping_timeout_s=_PING_TIMEOUT_S,
+            dial=self._dial,
+        ) as channel:
             session = Session(channel, address, on_open=self._opened, on_refused=self._not_accepted)
             end: SessionEnd | None = None
             try:
@@ -256,9 +222,7 @@ class Connector:
                 if self._draining.pop(session, None) is None:
                     self._session = None
                     self._skip_address(address)
-                bulk = self._bulk.pop(session, None)
-                in_bulk = await bulk.aclose() if bulk is not None else []
-                for state in (*session.release(), *in_bulk):
+                for state in session.release():
                     self._take_back(state, end)
         return end
 
@@ -271,7 +235,7 @@ class Connector:
         self._session = session
         waiting, self._waiting = self._waiting, {}
         for state in waiting:
-            self._submit_to(session, state)
+            session.submit(state)
 
     def _take_back(self, state: RequestState, end: SessionEnd | None) -> None:
         """Takes a request back from an ended session; `end` is None if the client is closing."""

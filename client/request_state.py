@@ -37,7 +37,6 @@ class RequestState:
 
     Attributes:
         number: Stream number of the request in its session.
-        num_bytes: Size of the first submission.
         address: Coordinator that the request was last submitted to; empty: none yet.
         on_cancel: Called when the request is cancelled or has ended here (`ended`); the current
             holder (session or connector) sets it.
@@ -63,7 +62,7 @@ class RequestState:
     ) -> None:
         self._request, self._credential = request, credential
         self._has_logprobs = request.sampling.HasField("logprobs")
-        self.number, self.num_bytes, self.address = 0, 0, ""
+        self.number, self.address = 0, ""
         self.on_cancel: Callable[[RequestState], None] | None = None
         self.push: Callable[[Tokens], bool] | None = None
         self.accepted: events.Accepted | None = None

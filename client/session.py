@@ -33,19 +33,16 @@ _REFUSALS = {
 }
 
 
-def check_size(request: inference_pb2.GenerateRequest) -> int:
-    """Returns the size of a request's message in bytes.
+def check_size(request: inference_pb2.GenerateRequest) -> None:
+    """Raises InvalidArgumentError if a request exceeds gRPC's message size limit.
 
-    Raises:
-        InvalidArgumentError: The message exceeds gRPC's limit. Sending it would end the stream for
-            all requests of the session.
+    Sending it would end the stream for all requests of the session.
     """
     num_bytes = request.ByteSize() + _ENVELOPE_BYTES
     if num_bytes > MAX_MESSAGE_BYTES:
         raise errors.invalid(
             "request", f"{num_bytes} bytes", f"must be at most {MAX_MESSAGE_BYTES} bytes"
         )
-    return num_bytes
 
 
 @dataclass(frozen=True, slots=True)
