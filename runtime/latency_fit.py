@@ -80,6 +80,8 @@ _GROUPS = (range(3), range(3, 7))
 _MAX_FIT_INTERVAL = 64
 _NUM_ERRORS = 256
 _LEAST_S = 1e-9
+# Steps from which the costs of a kind of work count as measured.
+_SOME = 16
 
 
 class StepErrors(NamedTuple):
@@ -193,6 +195,11 @@ class LatencyFit:
     def model(self) -> LatencyModel:
         """Latest fit, at most 64 samples old."""
         return self._model
+
+    @property
+    def knows_both(self) -> bool:
+        """Whether steps with prompts and steps with decodes were measured, some of each."""
+        return min(self._num_prefills, self._num_decodes) >= _SOME
 
     @property
     def quality(self) -> FitQuality:

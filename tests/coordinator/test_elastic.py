@@ -42,6 +42,7 @@ class FixedLatency:
     """A worker kind whose latency model does not change."""
 
     model: LatencyModel = MODEL
+    is_measured: bool = True
 
     def prefill_s(self, num_tokens: int) -> float:
         return self.model.prefill_s(num_tokens)
@@ -486,6 +487,47 @@ def test_an_output_stays_where_its_prompt_is_read_if_a_handoff_might_cost_its_ta
     cell.start(500, itl_s=itl_s)
     second = cell.place(500, itl_s=itl_s)
     assert (second.prefill.worker == second.decode.worker) == stays
+
+
+def two_kinds(
+    model: LatencyModel, *, is_measured: bool = True, kv_tokens: int = 65536
+) -> tuple[Cell, WorkerKey]:
+    """A cell with a worker of the usual kind, and one of another kind, which is idle."""
+    cell = Cell("a", kv_tokens=kv_tokens)
+    traits = WorkerTraits(FixedLatency(model, is_measured), "h", 65536, BLOCK)
+    cell.view.add_worker(key("other"), traits, Pool.PREFILL)
+    return cell, key("other")
+
+
+# Computes prompts twice as fast, and holds fewer streams within the ITL target.
+COMPUTE = LatencyModel(0.01, 5e-5, 0.0, 0.040, 0.001, 1e-6)
+# Misses the ITL target with one stream.
+TOO_SLOW = LatencyModel(0.01, 5e-5, 0.0, 0.060, 0.001, 1e-6)
+
+
+def test_a_worker_made_for_prompts_decodes_only_after_the_others():
+    cell, other = two_kinds(COMPUTE)
+    workers = [cell.start().decode.worker for _ in range(MOST + 1)]
+    assert workers == [key("a")] * MOST + [other]
+
+
+def test_a_kind_without_measured_steps_gets_outputs_so_that_they_are_measured():
+    cell, other = two_kinds(COMPUTE, is_measured=False)
+    assert other in [cell.start().decode.worker for _ in range(MOST + 1)][:MOST]
+
+
+def test_a_worker_whose_steps_miss_the_target_decodes_if_only_it_has_kv_room():
+    cell, other = two_kinds(TOO_SLOW)
+    assert {cell.start().decode.worker for _ in range(MOST)} == {key("a")}
+    cell, other = two_kinds(TOO_SLOW, kv_tokens=2048)
+    assert cell.start(1000).decode.worker == key("a")
+    assert cell.place(4000).decode.worker == other
+
+
+def test_a_worker_whose_steps_miss_the_target_decodes_batch_outputs():
+    cell, other = two_kinds(TOO_SLOW)
+    add_decodes(cell, "a", MOST)
+    assert cell.place(is_batch=True).decode.worker == other
 
 
 def test_a_large_cell_is_divided_into_groups_that_share_the_load():

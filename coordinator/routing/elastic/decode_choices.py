@@ -42,8 +42,9 @@ _NUM_SPARE, _SPARE_PRESSURE = 3, 0.1
 # A worker is fast if it computes prompts at more than this share of its full speed.
 _FAST_SPEED = 1 / 3
 # A decode costs the prompts of a worker too much if it costs them this many times as much as on the
-# best worker. Workers of one kind have equal costs.
-_TOO_COSTLY = 1.25
+# best worker. Workers of one kind have equal costs; those of equal hardware under two names have
+# costs that differ by errors of the fit.
+_TOO_COSTLY = 1.5
 # Prompt tokens for which the cost of decodes is compared.
 _TYPICAL_TOKENS = 1024
 
@@ -55,10 +56,11 @@ class _Kind(IntEnum):
         NEEDED: a worker that is needed for the present decodes; the one with the shortest steps.
         UNNEEDED: another worker with decodes; the one with the longest steps, so that the others
             finish their decodes.
-        EMPTY: a worker without decodes; the one with the shortest prefill queue, and among equal
-            ones the prefill worker, which needs no handoff.
-        COSTLY: a worker of another kind, on which a decode costs the prompts much more time than on
-            the best kind; the one with the shortest steps.
+        EMPTY: a worker without decodes that is not COSTLY, and on which one interactive stream is
+            within the ITL target; the one with the shortest prefill queue, and among equal ones the
+            prefill worker, which needs no handoff.
+        COSTLY: a worker on which a decode costs the prompts much more than on another one, because
+            it has other hardware or is slower; the one with the shortest steps.
         SLOW: a worker whose steps become longer than `_Limits.join_s`; the one with the shortest
             steps. If the decodes are spread over all workers, each worker with decodes is SLOW.
         TO_PARK: a worker whose batch outputs must be parked, which core/dispatch.py then does; the
@@ -99,12 +101,13 @@ class _Limits(NamedTuple):
         join_s: limit up to which decodes are packed on few workers; None: they are spread over all
             workers.
         longest_s: limit up to which the request is placed, unless it must be placed.
-        after_parking_s: limit for the decodes that remain after batch outputs were parked.
+        reachable_s: limit for the decodes that remain after batch outputs were parked, and for one
+            stream on an idle worker.
     """
 
     join_s: float | None
     longest_s: float
-    after_parking_s: float
+    reachable_s: float
 
 
 class ElasticDecodeChoices:
@@ -137,24 +140,32 @@ class ElasticDecodeChoices:
         )
         others = [candidate for candidate in candidates if not candidate.load.num_decodes]
         limits = self._limits(candidates, demand, fastest_s)
-        costly = _costly_workers(candidates)
+        costly = set[WorkerKey]()
+        if limits.join_s is not None and len(self._view.loads.kinds) > 1:
+            costly = _costly_workers(candidates, demand.num_mean_tokens, limits.reachable_s)
         efficient = [one for one in with_decodes if one.load.key not in costly]
         needed = _needed_workers(efficient, demand, share, limits)
+        with_room = list[Candidate]()
         best: Candidate | None = None
         best_rank = _WORST
         for candidate in (*with_decodes, *others):
             load = candidate.load
             if not self._view.has_room(load, demand.num_tokens + demand.num_output_tokens):
                 continue
+            is_within = demand.is_batch or load.single_step_s <= limits.reachable_s
             if load.key in costly:
                 rank = _rank_costly(load, demand, share, limits)
-            elif not load.num_decodes and load.single_step_s <= limits.after_parking_s:
+            elif not load.num_decodes and is_within:
                 is_other = load.key != prefill.worker
                 rank = _Rank(_Kind.EMPTY, load.queued_s(self._view.now), is_other)
             else:
                 rank = _rank(load, demand, share, limits, is_needed=load.key in needed)
+            with_room.append(candidate)
             if rank < best_rank:
                 best, best_rank = candidate, rank
+        if best is None and not any(one.load.num_decodes for one in with_room):
+            # All workers that keep the ITL target lack KV room, and only slow idle ones have some.
+            best = min(with_room, key=lambda one: one.load.single_step_s, default=None)
         return None if best is None else decode_choice(best, demand)
 
     def begins(self, sample: PlacementSample) -> None:
@@ -242,28 +253,44 @@ def _needed_workers(
     return needed
 
 
-def _costly_workers(candidates: list[Candidate]) -> set[WorkerKey]:
-    """Finds the workers of kinds that should rather compute prompts.
+def _costly_workers(candidates: list[Candidate], num_tokens: int, itl_s: float) -> set[WorkerKey]:
+    """Finds the workers that should rather compute prompts, among those with measured costs.
 
-    The cost of a decode is the prompt tokens that the worker could compute during a decode step
-    with one stream. With fast GPUs for prompts and GPUs with much bandwidth for outputs, it is
-    larger on the first, so they decode only if the others are full.
+    The cost of a decode is the prompts that its part of a worker could compute. With fast GPUs for
+    prompts and GPUs with much bandwidth for outputs, it is larger on the first. It is also larger
+    on a slow worker, which holds much fewer streams within the ITL target. A worker is not compared
+    before its steps of both kinds were measured: without outputs, they would never be measured.
+
+    Args:
+        candidates: the workers to compare.
+        num_tokens: KV tokens of a stream.
+        itl_s: longest step.
     """
-    costs = [(one.load.key, _tokens_per_step(one.load)) for one in candidates]
-    limit = _TOO_COSTLY * min(cost for _, cost in costs)
+    loads = [one.load for one in candidates if one.load.traits.latency.is_measured]
+    costs = [(load.key, _cost(load, num_tokens, itl_s)) for load in loads]
+    # A cost of 0 is an error of the fit.
+    limit = _TOO_COSTLY * min((cost for _, cost in costs if cost > 0), default=math.inf)
     return {key for key, cost in costs if cost > limit}
 
 
-def _tokens_per_step(load: WorkerLoad) -> float:
-    """Prompt tokens that an idle worker computes in the time of a decode step with one stream."""
-    prompt_s = load.traits.latency.model.chunk_s(0, _TYPICAL_TOKENS)
-    return _TYPICAL_TOKENS * load.single_step_s / prompt_s if prompt_s else 0.0
+def _cost(load: WorkerLoad, num_tokens: int, itl_s: float) -> float:
+    """Prompt tokens per second of an idle worker, for each stream that it could hold instead.
+
+    Infinite if it cannot hold any stream.
+    """
+    latency = load.traits.latency
+    prompt_s, room_s = latency.model.chunk_s(0, _TYPICAL_TOKENS), itl_s - load.single_step_s
+    if not prompt_s or room_s <= 0:
+        return math.inf
+    stream_s = latency.decode_step_s(2, 2 * num_tokens) - latency.decode_step_s(1, num_tokens)
+    return _TYPICAL_TOKENS / prompt_s * stream_s / room_s
 
 
 def _rank_costly(load: WorkerLoad, demand: Demand, counted_share: float, limits: _Limits) -> _Rank:
     """Ranks a worker of `_costly_workers` with room for the request; arguments as in `_rank`."""
     step_s = load.mean_step_s(1, demand.num_mean_tokens, counted_share)
-    if limits.join_s is not None and step_s <= limits.join_s:
+    is_free = demand.is_batch and not load.num_decodes
+    if is_free or (limits.join_s is not None and step_s <= limits.join_s):
         return _Rank(_Kind.COSTLY, step_s)
     return _rank(load, demand, counted_share, limits, is_needed=False)
 
@@ -286,7 +313,7 @@ def _rank(
         return _Rank(_Kind.NEEDED, step_s) if is_needed else _Rank(_Kind.UNNEEDED, -step_s)
     if step_s <= limits.longest_s or demand.must_place:
         return _Rank(_Kind.SLOW, step_s)
-    if demand.is_batch or load.mean_step_after_parking_s(1, added) > limits.after_parking_s:
+    if demand.is_batch or load.mean_step_after_parking_s(1, added) > limits.reachable_s:
         return _WORST
     return _Rank(_Kind.TO_PARK, step_s)
 

@@ -34,7 +34,6 @@ class WorkerKind(NamedTuple):
         device_name: model of the device, for example "NVIDIA H100 80GB HBM3".
         revision: revision of the model.
         rollout: revision of the worker, which may change engine arguments.
-        config_digest: hash of the engine arguments; the two pools may have different ones.
     """
 
     engine: str
@@ -46,7 +45,6 @@ class WorkerKind(NamedTuple):
     tp_size: int
     pp_size: int
     rollout: str
-    config_digest: str
 
     @classmethod
     def of(cls, hello: cluster_pb2.Hello) -> WorkerKind:
@@ -60,7 +58,6 @@ class WorkerKind(NamedTuple):
             hello.fingerprint.tp_size,
             hello.fingerprint.pp_size or 1,
             hello.revision,
-            hello.config_digest,
         )
 
 
@@ -112,6 +109,11 @@ class LatencyRegistry:
         """The model fitted to the latest reports; the seed for a kind without measurements."""
         measured = self._kinds.get(kind)
         return measured.fit.model if measured is not None else self._seed
+
+    def is_measured(self, kind: WorkerKind) -> bool:
+        """Whether the costs of both prompts and decodes are measured."""
+        measured = self._kinds.get(kind)
+        return measured is not None and measured.fit.knows_both
 
     def describe(self, kind: WorkerKind) -> KindLatency:
         """The model with its fit quality, for operators."""

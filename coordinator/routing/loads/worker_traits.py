@@ -26,10 +26,13 @@ class Latency(Protocol):
 
     Attributes:
         model: the present model of the worker kind.
+        is_measured: whether the costs of both prompts and decodes were measured.
     """
 
     @property
     def model(self) -> LatencyModel: ...
+    @property
+    def is_measured(self) -> bool: ...
     def prefill_s(self, num_tokens: int) -> float: ...
     def decode_step_s(self, num_requests: float, num_kv_tokens: float) -> float: ...
 
@@ -144,6 +147,10 @@ class _KindModel:
     @property
     def model(self) -> LatencyModel:
         return self.registry.model(self.kind)
+
+    @property
+    def is_measured(self) -> bool:
+        return self.registry.is_measured(self.kind)
 
     def prefill_s(self, num_tokens: int) -> float:
         model = self.registry.model(self.kind)

@@ -472,9 +472,7 @@ class WorkerInfo(_message.Message):
 
     @_builtins.property
     def latency(self) -> Global___LatencyInfo:
-        """Latency model of all workers with the same engine, version, device, model, engine arguments and
-        numbers of ranks.
-        """
+        """Latency model of all workers with the same engine, version, device, model and numbers of ranks."""
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
