@@ -203,13 +203,19 @@ async def _read(context: Any, call: UncheckedCall | None, timeout_s: float) -> A
     try:
         async with asyncio.timeout(timeout_s) as limit:
             if call is not None:
-                call.on_evict = lambda: limit.reschedule(asyncio.get_running_loop().time())
+                call.on_evict = lambda: _expire(limit)
             return await context.read()
     except TimeoutError:
         return None
     finally:
         if call is not None:
             call.on_evict = None
+
+
+def _expire(limit: asyncio.Timeout) -> None:
+    """Ends a wait now, unless its time is over already."""
+    if not limit.expired():
+        limit.reschedule(asyncio.get_running_loop().time())
 
 
 async def _message(context: Any, call: UncheckedCall | None) -> Any:

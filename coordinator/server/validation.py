@@ -25,7 +25,8 @@ _ROUTE = re.compile(r"[A-Za-z0-9._/-]{1,64}")
 _LANES = (common_pb2.LANE_UNSPECIFIED, common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH)
 _MAX_SESSION_ID_CHARS = 256
 # Longest texts of fields that no other check bounds; a waiting request keeps them in memory.
-_MAX_CHARS = {"authorization": 16 * 2**10, "traceparent": 512}
+_MAX_AUTHORIZATION_CHARS = 16 * 2**10
+_MAX_TRACEPARENT_CHARS = 512
 _MAX_STOP_TOKEN_IDS = 256
 _MAX_BAD_WORDS = 256
 _MAX_LOGIT_BIASES = 1024
@@ -103,10 +104,13 @@ def check_request(
         )
     if request.route and not _ROUTE.fullmatch(request.route):
         raise InvalidArgument("route", request.route, "at most 64 characters of [A-Za-z0-9._/-]")
-    for name, limit in _MAX_CHARS.items():
-        if (num_chars := len(getattr(request, name))) > limit:
-            # The value is not named: it may be a secret.
-            raise InvalidArgument(name, f"{num_chars} characters", f"at most {limit}")
+    if (num_chars := len(request.authorization)) > _MAX_AUTHORIZATION_CHARS:
+        # The value is not named: it is a secret.
+        found, allowed = f"{num_chars} characters", f"at most {_MAX_AUTHORIZATION_CHARS}"
+        raise InvalidArgument("authorization", found, allowed)
+    if len(request.traceparent) > _MAX_TRACEPARENT_CHARS:
+        # Invalid ones are ignored, as the W3C's Trace Context says.
+        request.ClearField("traceparent")
     if request.tenant and not is_tenant(request.tenant):
         raise InvalidArgument("tenant", request.tenant, TENANT_NAMES)
     if request.lane not in _LANES:

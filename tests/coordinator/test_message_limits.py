@@ -12,8 +12,9 @@ from baton.coordinator.server import server
 from baton.coordinator.server.link import WorkerLink
 from baton.coordinator.server.message_limits import decoder, max_command_bytes
 from baton.coordinator.server.server import Coordinator
+from baton.coordinator.server.validation import ModelLimits, check_request
 from baton.runtime import rpc
-from baton.runtime.config import parse
+from baton.runtime.config import CoordinatorConfig, parse
 from baton.runtime.errors import InvalidArgument, from_rpc_error
 from baton.v1 import cluster_pb2, common_pb2, inference_pb2, inference_pb2_grpc
 
@@ -86,14 +87,19 @@ def test_dropped_fields_take_no_memory():
         assert [one.submit.request for one in message.batch] == [generate(), generate()]
 
 
-@pytest.mark.parametrize("field", ["authorization", "traceparent"])
-async def test_fields_without_a_use_for_long_texts_are_bounded(inference, field):
+async def test_a_long_credential_is_refused_and_not_repeated(inference):
     with pytest.raises(grpc.RpcError) as caught:
-        await inference.Generate(generate(**{field: "x" * MIB}), timeout=WAIT_S).read()
+        await inference.Generate(generate(authorization="x" * MIB), timeout=WAIT_S).read()
     error = from_rpc_error(caught.value)
     assert error.name == "INVALID_ARGUMENT"
-    assert field in str(error)
+    assert "authorization" in str(error)
     assert "xxx" not in str(error)
+
+
+def test_a_long_traceparent_is_ignored_and_not_kept():
+    request = generate(traceparent="x" * MIB)
+    check_request(request, CoordinatorConfig(), ModelLimits("demo", 1024, 512))
+    assert not request.traceparent
 
 
 async def test_the_largest_images_reach_a_worker_with_their_prompt(

@@ -271,6 +271,32 @@ async def test_a_worker_is_said_to_wait_before_it_is_given_up(monkeypatch):
         await running
 
 
+async def test_a_worker_that_fails_after_it_has_waited_for_room_waits_no_more(monkeypatch):
+    """A broken `runtime_env` is a failed start: the coordinator must start the next one later."""
+    said, commands, fails = asyncio.Queue(), asyncio.StreamReader(), asyncio.Event()
+
+    class NeverReady:
+        """A node on which the actor's environment cannot be made."""
+
+        async def wait(self):
+            await fails.wait()
+            raise RuntimeError("pip failed")
+
+    monkeypatch.setattr(workers, "_PLACEMENT_CHECK_S", 0.001)
+    running = run_locally(monkeypatch, None, NeverReady(), commands, said)
+    commands.feed_data(wire.encode(start()))
+    async with asyncio.timeout(WAIT_S):
+        assert await said.get() == wire.Started("d1", "")
+        assert await said.get() == wire.Waits("d1", "Ray has no nodes")
+        fails.set()
+        assert await said.get() == wire.Waits("d1", "")
+        ended = await said.get()
+        assert isinstance(ended, wire.Exited)
+        assert "pip failed" in ended.lost
+        commands.feed_eof()
+        await running
+
+
 async def test_a_killed_worker_is_gone_when_its_child_processes_are(monkeypatch):
     """They may hold GPUs for a while after its exit was reported."""
     said, alive = asyncio.Queue(), {"d1", "child of d1"}

@@ -72,6 +72,26 @@ async def test_a_driver_that_says_nonsense_is_closed_as_any_other(opening, tmp_p
     assert os.listdir(tmp_path) == []
 
 
+async def test_a_worker_waits_for_room_until_the_driver_says_otherwise(opening, tmp_path):
+    waits = [wire.Waits("d1", "no node has a GPU"), wire.Waits("d1", "")]
+    said = tmp_path / "said"
+    said.write_bytes(b"".join(map(wire.encode, waits)))
+    process = await asyncio.create_subprocess_exec(
+        *("sh", "-c", f"cat {said}; exec >&-; exec sleep 600"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        process_group=0,
+    )
+    heard = asyncio.Queue()
+    driver = DriverProcess(
+        process, opening, lambda worker_exit: None, lambda *one: heard.put_nowait(one)
+    )
+    async with asyncio.timeout(120.0):
+        assert await heard.get() == ("d1", "waits for room in Ray: no node has a GPU")
+        assert await heard.get() == ("d1", "")
+        await driver.close(at_once=True)
+
+
 async def test_a_driver_that_ends_leaves_no_unretrieved_exception(opening):
     unseen = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))

@@ -209,7 +209,7 @@ class DriverProcess:
                 _log.info("worker %s is on node %s of Ray, host %s", worker_id, node, host)
                 self._on_waits(worker_id, "")
             case wire.Waits(worker_id, why):
-                self._on_waits(worker_id, f"waits for room in Ray: {why}")
+                self._on_waits(worker_id, f"waits for room in Ray: {why}" if why else "")
             case wire.Exited(worker_id, exit_code, last_line, first_error, lost):
                 self._exited(WorkerExit(worker_id, exit_code, last_line, first_error, lost))
             case wire.Ended(worker_id):

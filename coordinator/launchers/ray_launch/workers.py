@@ -255,6 +255,9 @@ class RayWorkers:
             if why != reported:
                 self._say(wire.Waits(worker.worker_id, why))
                 reported = why
+        if reported and starting.exception() is not None:
+            # It has left the queue for room, and failed: a failed start, which delays the next.
+            self._say(wire.Waits(worker.worker_id, ""))
         place = starting.result()
         worker.node = place["node"]
         worker.settled.set()
