@@ -128,6 +128,18 @@ def shape_class(step: cluster_pb2.StepSample) -> int:
     return _NUM_SIZES * kind + step.num_prefill_tokens.bit_length()
 
 
+def log_error(model: LatencyModel, step: cluster_pb2.StepSample) -> float:
+    """Returns log(measured / predicted) of a step."""
+    num_prefill, num_decodes = step.num_prefill_tokens, step.num_decodes
+    base = model.mixed_base_s if num_decodes else model.prefill_base_s
+    predicted_s = base if num_prefill else model.step_base_s
+    predicted_s += model.prefill_per_token_s * num_prefill
+    predicted_s += model.prefill_per_token_squared_s * step.prefill_token_squares
+    predicted_s += model.step_per_request_s * num_decodes
+    predicted_s += model.step_per_kv_token_s * step.num_kv_tokens
+    return math.log(max(_LEAST_S, step.duration_us * 1e-6) / max(_LEAST_S, predicted_s))
+
+
 @dataclass(slots=True)
 class _ClassMemory:
     """Memory of one shape class.
@@ -212,10 +224,15 @@ class LatencyFit:
             mixed_errors=_step_errors(self._errors_of[_MIXED]),
         )
 
-    def observe(self, step: cluster_pb2.StepSample) -> None:
-        """Adds one step to the fit; rejects a step that computed nothing or took no time."""
+    def observe(self, step: cluster_pb2.StepSample, slowdown: float = 1.0) -> None:
+        """Adds one step to the fit; rejects a step that computed nothing or took no time.
+
+        Args:
+            step: The measured step.
+            slowdown: How many times as long as others of its kind the worker's steps take.
+        """
         num_prefill, num_decodes = step.num_prefill_tokens, step.num_decodes
-        squares, measured_s = step.prefill_token_squares, step.duration_us * 1e-6
+        squares, measured_s = step.prefill_token_squares, step.duration_us * 1e-6 / slowdown
         # A chunk of n tokens has at least n squares.
         if not measured_s or squares < num_prefill or not (num_prefill or num_decodes):
             self._num_rejected += 1

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from baton.coordinator.routing.loads.latency import LatencyRegistry, WorkerKind
+from baton.coordinator.routing.loads.worker_traits import traits_of
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.fleets import Fleets
 from baton.coordinator.state.workers import Worker
@@ -82,6 +83,46 @@ def test_workers_on_other_gpus_have_another_model(world):
         report(world, "h100", decodes(100, seed))
     assert described(world, "h100").model != SEED
     assert described(world, "other").model == SEED
+
+
+def piled_up(factor: float, seed: int) -> list[cluster_pb2.StepSample]:
+    """Steps of a worker `factor` times as slow: its outputs pile up."""
+    rng = random.Random(seed)
+    return [decode(rng.randint(1, 16) * round(factor), factor) for _ in range(100)]
+
+
+def slowdowns(world, names) -> list[float]:
+    """How many times as long as its kind's each worker's steps are predicted."""
+    kind = described(world, names[0]).model
+    found = []
+    for name in names:
+        traits = traits_of(world.core.workers.by_id(name).hello, world.core.latency)
+        found.append(traits.latency.decode_step_s(8, 2400) / kind.decode_step_s(8, 2400))
+    return found
+
+
+def test_a_slow_worker_has_its_own_speed_and_does_not_spoil_the_fit_of_its_kind(world):
+    names = ["slow", "d", "e", "f"]
+    for name in ("slow", "e", "f"):
+        world.attach(name, DECODE)
+    for seed in range(20):
+        for name in names:
+            report(world, name, piled_up(2.0 if name == "slow" else 1.0, seed))
+    model = described(world, "d").model
+    assert model.decode_step_s(8, 2400) == pytest.approx(TRUE.decode_step_s(8, 2400), rel=0.05)
+    assert slowdowns(world, names) == pytest.approx([2.0, 1.0, 1.0, 1.0], rel=0.05)
+    # It is as fast as the others again.
+    for seed in range(20):
+        for name in names:
+            report(world, name, piled_up(1.0, seed))
+    assert slowdowns(world, names) == [1.0] * 4
+
+
+def test_a_worker_alone_is_as_fast_as_its_kind(world):
+    for factor in (1.0, 3.0):
+        for seed in range(20):
+            report(world, "d", piled_up(factor, seed))
+        assert slowdowns(world, ["d"]) == [1.0]
 
 
 def test_a_new_workers_first_steps_of_each_size_do_not_count(world):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.coordinator.routing.loads.latency import LatencyRegistry, WorkerKind
 from baton.coordinator.routing.prefixes.prefix_match import HeldPrefix
-from baton.coordinator.state.requests import PromptHits
+from baton.coordinator.state.requests import PromptHits, WorkerKey
 from baton.runtime import kv_fingerprint
 from baton.runtime.latency import LatencyModel
 from baton.v1 import cluster_pb2
@@ -115,11 +115,11 @@ def handoff_bytes(hello: cluster_pb2.Hello, num_tokens: int) -> int:
 
 def traits_of(hello: cluster_pb2.Hello, latency: LatencyRegistry) -> WorkerTraits:
     """Fixed properties of a worker, with a latency model that follows its kind's reports."""
-    block_size = block_size_of(hello)
+    block_size, key = block_size_of(hello), (hello.worker_id, hello.incarnation)
     chunk_tokens = hello.capacity.max_num_batched_tokens or 2048
     typical_tokens = -(-_TYPICAL_TOKENS // block_size) * block_size
     return WorkerTraits(
-        latency=_KindModel(latency, WorkerKind.of(hello), chunk_tokens),
+        latency=_WorkerModel(latency, WorkerKind.of(hello), chunk_tokens, key),
         host_id=hello.host_id,
         kv_tokens=hello.capacity.kv_tokens or 2**31,
         block_size_tokens=block_size,
@@ -137,25 +137,29 @@ def traits_of(hello: cluster_pb2.Hello, latency: LatencyRegistry) -> WorkerTrait
 
 
 @dataclass(frozen=True, slots=True)
-class _KindModel:
-    """Current latency model of a worker kind that computes prompts in chunks."""
+class _WorkerModel:
+    """Current latency model of a worker that computes prompts in chunks.
+
+    Models of workers of one kind are equal: only slow workers differ, for a while.
+    """
 
     registry: LatencyRegistry
     kind: WorkerKind
     chunk_tokens: int
+    key: WorkerKey = field(compare=False)
 
     @property
     def model(self) -> LatencyModel:
-        return self.registry.model(self.kind)
+        return self.registry.worker_model(self.key, self.kind)
 
     @property
     def is_measured(self) -> bool:
         return self.registry.is_measured(self.kind)
 
     def prefill_s(self, num_tokens: int) -> float:
-        model = self.registry.model(self.kind)
+        model = self.model
         num_more_steps = (num_tokens - 1) // self.chunk_tokens
         return model.prefill_s(num_tokens) + model.prefill_base_s * num_more_steps
 
     def decode_step_s(self, num_requests: float, num_kv_tokens: float) -> float:
-        return self.registry.model(self.kind).decode_step_s(num_requests, num_kv_tokens)
+        return self.model.decode_step_s(num_requests, num_kv_tokens)
