@@ -244,7 +244,7 @@ class CoreStats:
         if not request.was_held:
             # A request that waited for a limit would not have been faster with more workers.
             self.demand[submission.lane].first_tokens.append(
-                FirstToken(ttft_s, request.num_prompt_tokens)
+                FirstToken(ttft_s, request.num_prompt_tokens, request.revision)
             )
         if (fleet := self.compared.get(request.fleet)) is not None:
             fleet.lanes[submission.lane].ttft.observe(ttft_s)

@@ -59,6 +59,11 @@ def lane(observation, name="interactive"):
     return dict(observation.lanes)[name]
 
 
+def stable(made):
+    """Revision of the stable fleet."""
+    return made.core.workers.fleets.stable.name
+
+
 def test_demand_is_counted_at_arrival():
     made = cell()
     observer = made.core.observer()
@@ -287,7 +292,7 @@ def test_the_pools_share_their_work_in_an_elastic_cell_of_workers_of_one_kind():
 def test_one_target_for_all_prompts_gives_the_percentile_of_ttft(firsts, target_s, percentile):
     made = cell()
     stats = made.core.stats.demand[common_pb2.LANE_INTERACTIVE]
-    stats.first_tokens.extend(FirstToken(*one) for one in firsts)
+    stats.first_tokens.extend(FirstToken(*one, stable(made)) for one in firsts)
     config = ScalingConfig(targets=(("interactive", Targets(target_s, percentile=percentile)),))
     seen = lane(made.core.observer().observe(config, made.now))
     ordered = sorted(ttft_s for ttft_s, _ in firsts)
@@ -300,11 +305,11 @@ def test_a_target_that_grows_ranks_requests_by_the_share_of_their_own_target():
     """The long prompt took 5 s of its 10.5 s, the short one 0.4 s of its 0.6 s."""
     made = cell()
     stats = made.core.stats.demand[common_pb2.LANE_INTERACTIVE]
-    stats.first_tokens.extend([FirstToken(5.0, 10_000), FirstToken(0.4, 100)])
+    stats.first_tokens.extend(FirstToken(*one, stable(made)) for one in [(5.0, 10_000), (0.4, 100)])
     config = ScalingConfig(targets=(("interactive", Targets(0.5, ttft_s_per_1k_tokens=1.0)),))
     seen = lane(made.core.observer().observe(config, made.now))
     assert (seen.ttft_s, seen.ttft_target_s, seen.num_late) == (0.4, 0.6, 0)
-    stats.first_tokens.append(FirstToken(10.6, 10_000))
+    stats.first_tokens.append(FirstToken(10.6, 10_000, stable(made)))
     seen = lane(made.core.observer().observe(config, made.now))
     assert (seen.ttft_s, seen.ttft_target_s, seen.num_late) == (10.6, 10.5, 1)
 

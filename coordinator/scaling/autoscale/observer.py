@@ -2,7 +2,8 @@
 
 The autoscaler sizes the pools of the stable fleet. It ignores a canary's workers, which the rollout
 starts. It counts the demand of all requests, including the canary's, so that the stable pools can
-take over all requests at any time.
+take over all requests at any time. Measured latencies are those of the stable fleet, because more
+stable workers would not make a canary faster.
 """
 
 from __future__ import annotations
@@ -134,24 +135,23 @@ class Observer:
         at_workers_s: float,
         decode_is_full: bool,
     ) -> LaneLoad:
-        demand = self._stats.demand[lane]
+        demand, stable = self._stats.demand[lane], self._workers.fleets.stable
         waits, waiting_s = self._lanes.waits, 0.0
         if not decode_is_full:
-            waiting_s = waits.work_s(lane, self._workers.fleets.stable)
+            waiting_s = waits.work_s(lane, stable)
         target = dict(config.targets).get(lane_name(lane))
-        num_first, num_late, ttft_s, ttft_target_s = len(demand.first_tokens), 0, None, None
+        measured = [one for one in demand.first_tokens if one.revision == stable.name]
+        demand.first_tokens.clear()
+        num_first, num_late, ttft_s, ttft_target_s = len(measured), 0, None, None
         if target is not None and num_first:
             if target.ttft is None:
-                ttft_s = _percentile(
-                    [(one.ttft_s, 1) for one in demand.first_tokens], target.percentile
-                )
+                ttft_s = _percentile([(one.ttft_s, 1) for one in measured], target.percentile)
             else:
-                firsts = [_TtftRatio.of(one, target.ttft) for one in demand.first_tokens]
+                firsts = [_TtftRatio.of(one, target.ttft) for one in measured]
                 _, ttft_s, ttft_target_s = _percentile(
                     [(one, 1) for one in firsts], target.percentile
                 )
                 num_late = sum(one.ttft_s > one.target_s for one in firsts)
-        demand.first_tokens.clear()
         return LaneLoad(
             num_arrived=demand.num_arrived,
             work_s=demand.work_s,

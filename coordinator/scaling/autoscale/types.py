@@ -63,7 +63,8 @@ class LaneLoad:
             request at the target's percentile when requests are ordered by TTFT divided by their
             own target; with one target for all prompts, this is the percentile of TTFT.
         ttft_target_s: target of that request; None: no first token, or no target.
-        num_first: first tokens since the last observation, of requests that waited for no limit.
+        num_first: first tokens since the last observation, of requests in the stable fleet that
+            waited for no limit.
         num_late: those of `num_first` that missed the target.
     """
 
