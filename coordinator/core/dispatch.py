@@ -15,7 +15,7 @@ from baton.coordinator.routing.placement import Placer
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.fleets import Fleet
-from baton.coordinator.state.lanes import lane_config
+from baton.coordinator.state.lanes import LANES, lane_config
 from baton.coordinator.state.pools import ROLE_OF
 from baton.coordinator.state.requests import Request, RequestState
 from baton.coordinator.state.timers import CoreTimer, Timers
@@ -47,6 +47,8 @@ class Dispatcher:
         self._placers, self._adoption, self._rollouts = placers, adoption, rollouts
         self._timers = timers
         self._reservations = Reservations(config, workers, placers)
+        # When a request of a lane last waited for room on the stable decode workers.
+        self._full_at = dict.fromkeys(LANES, -math.inf)
 
     @property
     def num_timers(self) -> int:
@@ -84,6 +86,8 @@ class Dispatcher:
                 placement = placer.place(request)
             if isinstance(placement, NoPlacement):
                 room_at = min(room_at, placer.room_at(request))
+                if placement is NoPlacement.FULL and request.fleet is self._workers.fleets.stable:
+                    self._full_at[request.submission.lane] = now
                 if request.goes_first:
                     interrupted.setdefault(request.fleet, request)
                 elif self._lifecycle.lanes.is_due(request):
@@ -96,6 +100,7 @@ class Dispatcher:
             if problem is not None:
                 self._lifecycle.fail(request, problem, now)
             else:
+                request.was_held |= self._has_waited_for_decode(request)
                 self._lifecycle.dispatch(request, placement, now)
         self._reservations.end_round()
         if room_at < math.inf:
@@ -132,6 +137,16 @@ class Dispatcher:
         )
 
     # ---- Private methods
+
+    def _has_waited_for_decode(self, request: Request) -> bool:
+        """Returns whether only room on a decode worker was lacking while the request waited.
+
+        With fixed roles, more prefill workers would not have helped it. In an elastic cell, prompts
+        need the same room.
+        """
+        is_stable = request.fleet is self._workers.fleets.stable
+        full_at = self._full_at[request.submission.lane]
+        return is_stable and not self._config.elastic and full_at >= request.submitted_at
 
     def _never_fits_beside(self, placer: Placer, request: Request) -> bool:
         """Returns whether the request would never find room while other requests take it."""

@@ -85,8 +85,8 @@ class LaneDemand:
         num_output_tokens: expected number of output tokens.
         num_kv_tokens: sum over requests of the KV tokens held on average during decoding.
         works: prefill work of the latest requests.
-        first_tokens: first tokens since the last autoscaling decision, which clears the list, of
-            requests that waited for no limit.
+        first_tokens: first tokens since the last autoscaling decision, which clears the list,
+            except those of requests that were held (Request.was_held).
     """
 
     __slots__ = (
@@ -242,7 +242,8 @@ class CoreStats:
         if target_s is not None:
             self.lanes[submission.lane].ttft_ratio.observe(ttft_s / target_s)
         if not request.was_held:
-            # A request that waited for a limit would not have been faster with more workers.
+            # A request that waited for a limit, or for room on a decode worker, would not have been
+            # faster with more prefill workers.
             self.demand[submission.lane].first_tokens.append(
                 FirstToken(ttft_s, request.num_prompt_tokens, request.revision)
             )

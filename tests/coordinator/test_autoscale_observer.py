@@ -99,6 +99,25 @@ def test_requests_that_wait_for_a_limit_need_no_workers(limits):
     assert (load.num_first, load.num_late) == (2, 0)
 
 
+@pytest.mark.parametrize("is_full", [False, True])
+def test_requests_that_wait_for_decode_room_are_no_misses_of_the_prefill_pool(is_full):
+    """More prefill workers help requests that wait for their prompts, but not for room."""
+    made = cell(kv_tokens=4_000 if is_full else 400_000)
+    observer = made.core.observer()
+    for _ in range(30):
+        made.submit(1000, 200)
+    made.run(made.now + 50)
+    assert len(made.outcomes) == 30
+    assert all(one.error is None for one in made.outcomes)
+    load = lane(observer.observe(ScalingConfig(), made.now))
+    if is_full:
+        assert load.num_first < 6
+        assert load.num_late == 0
+    else:
+        assert load.num_first == 30
+        assert load.num_late > 20
+
+
 def test_a_tenant_with_free_places_needs_workers_for_as_many_requests():
     made = cell({"narrow": {"max_concurrent": 4}})
     for worker in ("p", "d"):

@@ -64,7 +64,7 @@ class LaneLoad:
             own target; with one target for all prompts, this is the percentile of TTFT.
         ttft_target_s: target of that request; None: no first token, or no target.
         num_first: first tokens since the last observation, of requests in the stable fleet that
-            waited for no limit.
+            were not held (Request.was_held).
         num_late: those of `num_first` that missed the target.
     """
 
