@@ -15,7 +15,7 @@ from baton.coordinator.routing.placement import Placer
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.fleets import Fleet
-from baton.coordinator.state.lanes import LANES, lane_config
+from baton.coordinator.state.lanes import lane_config
 from baton.coordinator.state.pools import ROLE_OF
 from baton.coordinator.state.requests import Request, RequestState
 from baton.coordinator.state.timers import CoreTimer, Timers
@@ -47,8 +47,6 @@ class Dispatcher:
         self._placers, self._adoption, self._rollouts = placers, adoption, rollouts
         self._timers = timers
         self._reservations = Reservations(config, workers, placers)
-        # When a request of a lane last waited for room on the stable decode workers.
-        self._full_at = dict.fromkeys(LANES, -math.inf)
 
     @property
     def num_timers(self) -> int:
@@ -86,8 +84,8 @@ class Dispatcher:
                 placement = placer.place(request)
             if isinstance(placement, NoPlacement):
                 room_at = min(room_at, placer.room_at(request))
-                if placement is NoPlacement.FULL and request.fleet is self._workers.fleets.stable:
-                    self._full_at[request.submission.lane] = now
+                if placement is NoPlacement.FULL and self._is_of_stable_pools(request):
+                    self._lifecycle.stats.demand[request.submission.lane].decode_full_at = now
                 if request.goes_first:
                     interrupted.setdefault(request.fleet, request)
                 elif self._lifecycle.lanes.is_due(request):
@@ -141,12 +139,17 @@ class Dispatcher:
     def _has_waited_for_decode(self, request: Request) -> bool:
         """Returns whether only room on a decode worker was lacking while the request waited.
 
-        With fixed roles, more prefill workers would not have helped it. In an elastic cell, prompts
-        need the same room.
+        More prefill workers would not have helped it.
         """
-        is_stable = request.fleet is self._workers.fleets.stable
-        full_at = self._full_at[request.submission.lane]
-        return is_stable and not self._config.elastic and full_at >= request.submitted_at
+        full_at = self._lifecycle.stats.demand[request.submission.lane].decode_full_at
+        return self._is_of_stable_pools(request) and full_at >= request.submitted_at
+
+    def _is_of_stable_pools(self, request: Request) -> bool:
+        """Returns whether the request is for stable workers of fixed roles.
+
+        In an elastic cell, prompts need the same room as outputs.
+        """
+        return request.fleet is self._workers.fleets.stable and not self._config.elastic
 
     def _never_fits_beside(self, placer: Placer, request: Request) -> bool:
         """Returns whether the request would never find room while other requests take it."""

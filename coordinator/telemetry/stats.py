@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -87,9 +88,12 @@ class LaneDemand:
         works: prefill work of the latest requests.
         first_tokens: first tokens since the last autoscaling decision, which clears the list,
             except those of requests that were held (Request.was_held).
+        decode_full_at: time when a request last waited while only room on a stable decode worker
+            was lacking; only with fixed roles.
     """
 
     __slots__ = (
+        "decode_full_at",
         "first_tokens",
         "num_arrived",
         "num_kv_tokens",
@@ -103,6 +107,7 @@ class LaneDemand:
         self.work_s = self.num_output_tokens = self.num_kv_tokens = 0.0
         self.works: deque[Work] = deque(maxlen=_NUM_WORKS)
         self.first_tokens: deque[FirstToken] = deque(maxlen=_NUM_TTFTS)
+        self.decode_full_at = -math.inf
 
     def arrived(self, work_s: float, num_prompt_tokens: int, num_output_tokens: float) -> None:
         self.num_arrived += 1

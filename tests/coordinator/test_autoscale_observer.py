@@ -218,6 +218,17 @@ def test_requests_waiting_for_kv_room_are_no_prefill_work(outgrown):
     assert seen.queued_s == 0
 
 
+@pytest.mark.parametrize("waits_for", ["prefill", "decode"])
+def test_requests_that_wait_for_prefill_workers_need_no_decode_workers_yet(waits_for):
+    made = cell(kv_tokens=400_000 if waits_for == "prefill" else 4000)
+    for _ in range(20):
+        made.submit(2000, 300)
+    made.run(made.now + 1)
+    seen = lane(made.core.observer().observe(ScalingConfig(), made.now))
+    assert seen.num_waiting > 10
+    assert seen.num_before_decode == (0 if waits_for == "prefill" else seen.num_waiting)
+
+
 def test_requests_waiting_for_max_num_seqs_are_no_prefill_work():
     made = cell(max_num_seqs=4)
     for _ in range(10):
