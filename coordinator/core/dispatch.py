@@ -84,6 +84,8 @@ class Dispatcher:
                 placement = placer.place(request)
             if isinstance(placement, NoPlacement):
                 room_at = min(room_at, placer.room_at(request))
+                if placement is NoPlacement.FULL and self._is_of_stable_pools(request):
+                    self._lifecycle.stats.demand[request.submission.lane].decode_full_at = now
                 if request.goes_first:
                     interrupted.setdefault(request.fleet, request)
                 elif self._lifecycle.lanes.is_due(request):
@@ -96,6 +98,7 @@ class Dispatcher:
             if problem is not None:
                 self._lifecycle.fail(request, problem, now)
             else:
+                request.was_held |= self._has_waited_for_decode(request)
                 self._lifecycle.dispatch(request, placement, now)
         self._reservations.end_round()
         if room_at < math.inf:
@@ -132,6 +135,21 @@ class Dispatcher:
         )
 
     # ---- Private methods
+
+    def _has_waited_for_decode(self, request: Request) -> bool:
+        """Returns whether only room on a decode worker was lacking while the request waited.
+
+        More prefill workers would not have helped it.
+        """
+        full_at = self._lifecycle.stats.demand[request.submission.lane].decode_full_at
+        return self._is_of_stable_pools(request) and full_at >= request.submitted_at
+
+    def _is_of_stable_pools(self, request: Request) -> bool:
+        """Returns whether the request is for stable workers of fixed roles.
+
+        In an elastic cell, prompts need the same room as outputs.
+        """
+        return request.fleet is self._workers.fleets.stable and not self._config.elastic
 
     def _never_fits_beside(self, placer: Placer, request: Request) -> bool:
         """Returns whether the request would never find room while other requests take it."""

@@ -23,7 +23,9 @@ class FirstToken(NamedTuple):
     Attributes:
         ttft_s: time to first token.
         num_prompt_tokens: tokens of the whole prompt, by which a TTFT target may grow.
+        revision: revision of the fleet that generated the token.
     """
 
     ttft_s: float
     num_prompt_tokens: int
+    revision: str

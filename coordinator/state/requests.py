@@ -403,8 +403,9 @@ class Request:
             that arrive this much later go first (lanes/tenants.py).
         is_late: Whether its first token cannot be in time, so that it goes after all others
             (lanes/lanes.py); only in elastic cells.
-        was_held: Whether it has waited for the max_concurrent of its tenant or the max_running of
-            its lane, so that its time to first token says little about the workers.
+        was_held: Whether it has waited for the max_concurrent of its tenant, for the max_running of
+            its lane or, with fixed roles, for room on a decode worker, so that its time to first
+            token says little about the workers that compute prompts.
         waits_until: Until when the request waits for a starting worker, by the core's clock
             (core/recovery_timeout.py).
         num_charged: Number of output tokens that the tenant was charged for.

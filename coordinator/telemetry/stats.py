@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -85,11 +86,14 @@ class LaneDemand:
         num_output_tokens: expected number of output tokens.
         num_kv_tokens: sum over requests of the KV tokens held on average during decoding.
         works: prefill work of the latest requests.
-        first_tokens: first tokens since the last autoscaling decision, which clears the list, of
-            requests that waited for no limit.
+        first_tokens: first tokens since the last autoscaling decision, which clears the list,
+            except those of requests that were held (Request.was_held).
+        decode_full_at: time when a request last waited while only room on a stable decode worker
+            was lacking; only with fixed roles.
     """
 
     __slots__ = (
+        "decode_full_at",
         "first_tokens",
         "num_arrived",
         "num_kv_tokens",
@@ -103,6 +107,7 @@ class LaneDemand:
         self.work_s = self.num_output_tokens = self.num_kv_tokens = 0.0
         self.works: deque[Work] = deque(maxlen=_NUM_WORKS)
         self.first_tokens: deque[FirstToken] = deque(maxlen=_NUM_TTFTS)
+        self.decode_full_at = -math.inf
 
     def arrived(self, work_s: float, num_prompt_tokens: int, num_output_tokens: float) -> None:
         self.num_arrived += 1
@@ -242,9 +247,10 @@ class CoreStats:
         if target_s is not None:
             self.lanes[submission.lane].ttft_ratio.observe(ttft_s / target_s)
         if not request.was_held:
-            # A request that waited for a limit would not have been faster with more workers.
+            # A request that waited for a limit, or for room on a decode worker, would not have been
+            # faster with more prefill workers.
             self.demand[submission.lane].first_tokens.append(
-                FirstToken(ttft_s, request.num_prompt_tokens)
+                FirstToken(ttft_s, request.num_prompt_tokens, request.revision)
             )
         if (fleet := self.compared.get(request.fleet)) is not None:
             fleet.lanes[submission.lane].ttft.observe(ttft_s)

@@ -59,6 +59,11 @@ def lane(observation, name="interactive"):
     return dict(observation.lanes)[name]
 
 
+def stable(made):
+    """Revision of the stable fleet."""
+    return made.core.workers.fleets.stable.name
+
+
 def test_demand_is_counted_at_arrival():
     made = cell()
     observer = made.core.observer()
@@ -92,6 +97,25 @@ def test_requests_that_wait_for_a_limit_need_no_workers(limits):
     assert all(one.error is None for one in made.outcomes)
     load = lane(observer.observe(ScalingConfig(), made.now))
     assert (load.num_first, load.num_late) == (2, 0)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_requests_that_wait_for_decode_room_are_no_misses_of_the_prefill_pool(is_full):
+    """More prefill workers help requests that wait for their prompts, but not for room."""
+    made = cell(kv_tokens=4_000 if is_full else 400_000)
+    observer = made.core.observer()
+    for _ in range(30):
+        made.submit(1000, 200)
+    made.run(made.now + 50)
+    assert len(made.outcomes) == 30
+    assert all(one.error is None for one in made.outcomes)
+    load = lane(observer.observe(ScalingConfig(), made.now))
+    if is_full:
+        assert load.num_first < 6
+        assert load.num_late == 0
+    else:
+        assert load.num_first == 30
+        assert load.num_late > 20
 
 
 def test_a_tenant_with_free_places_needs_workers_for_as_many_requests():
@@ -194,6 +218,17 @@ def test_requests_waiting_for_kv_room_are_no_prefill_work(outgrown):
     assert seen.queued_s == 0
 
 
+@pytest.mark.parametrize("waits_for", ["prefill", "decode"])
+def test_requests_that_wait_for_prefill_workers_need_no_decode_workers_yet(waits_for):
+    made = cell(kv_tokens=400_000 if waits_for == "prefill" else 4000)
+    for _ in range(20):
+        made.submit(2000, 300)
+    made.run(made.now + 1)
+    seen = lane(made.core.observer().observe(ScalingConfig(), made.now))
+    assert seen.num_waiting > 10
+    assert seen.num_before_decode == (0 if waits_for == "prefill" else seen.num_waiting)
+
+
 def test_requests_waiting_for_max_num_seqs_are_no_prefill_work():
     made = cell(max_num_seqs=4)
     for _ in range(10):
@@ -287,7 +322,7 @@ def test_the_pools_share_their_work_in_an_elastic_cell_of_workers_of_one_kind():
 def test_one_target_for_all_prompts_gives_the_percentile_of_ttft(firsts, target_s, percentile):
     made = cell()
     stats = made.core.stats.demand[common_pb2.LANE_INTERACTIVE]
-    stats.first_tokens.extend(FirstToken(*one) for one in firsts)
+    stats.first_tokens.extend(FirstToken(*one, stable(made)) for one in firsts)
     config = ScalingConfig(targets=(("interactive", Targets(target_s, percentile=percentile)),))
     seen = lane(made.core.observer().observe(config, made.now))
     ordered = sorted(ttft_s for ttft_s, _ in firsts)
@@ -300,11 +335,11 @@ def test_a_target_that_grows_ranks_requests_by_the_share_of_their_own_target():
     """The long prompt took 5 s of its 10.5 s, the short one 0.4 s of its 0.6 s."""
     made = cell()
     stats = made.core.stats.demand[common_pb2.LANE_INTERACTIVE]
-    stats.first_tokens.extend([FirstToken(5.0, 10_000), FirstToken(0.4, 100)])
+    stats.first_tokens.extend(FirstToken(*one, stable(made)) for one in [(5.0, 10_000), (0.4, 100)])
     config = ScalingConfig(targets=(("interactive", Targets(0.5, ttft_s_per_1k_tokens=1.0)),))
     seen = lane(made.core.observer().observe(config, made.now))
     assert (seen.ttft_s, seen.ttft_target_s, seen.num_late) == (0.4, 0.6, 0)
-    stats.first_tokens.append(FirstToken(10.6, 10_000))
+    stats.first_tokens.append(FirstToken(10.6, 10_000, stable(made)))
     seen = lane(made.core.observer().observe(config, made.now))
     assert (seen.ttft_s, seen.ttft_target_s, seen.num_late) == (10.6, 10.5, 1)
 

@@ -39,12 +39,22 @@ def workers(num_prefill, num_decode, phase=Phase.SERVING, since=0.0):
 
 
 class Days:
-    """A continuing load and the decisions about it; wanted workers serve at once."""
+    """A continuing load and the decisions about it; wanted workers serve at once.
+
+    Each decision comes `late_s` after its interval, as with real timers.
+    """
 
     def __init__(
-        self, config=CONFIG, num_prefill=1, num_decode=1, obeyed=True, model=MODEL, shared=False
+        self,
+        config=CONFIG,
+        num_prefill=1,
+        num_decode=1,
+        obeyed=True,
+        model=MODEL,
+        shared=False,
+        late_s=0.0,
     ):
-        self.model, self.shared = model, shared
+        self.model, self.shared, self.late_s = model, shared, late_s
         self.config, self.state, self.now, self.obeyed = config, State(), 1000.0, obeyed
         self.members = workers(num_prefill, num_decode)
         self.lane, self.decode = LaneLoad(), DecodeLoad(kv_tokens=200_000)
@@ -56,7 +66,7 @@ class Days:
     def passes(self, seconds, rate=0.0, work_s=0.1, output=200.0, heard_at=None, **changes):
         end = self.now + seconds
         while self.now < end:
-            self.now += self.config.interval_s
+            self.now += self.config.interval_s + self.late_s
             count = rate * self.config.interval_s
             self.lane = replace(
                 self.lane,
@@ -199,6 +209,21 @@ def test_a_pool_shrinks_only_after_the_window_and_step_by_step():
     assert sizes[-1] == 1
     steps = [one - other for one, other in zip([before, *sizes], sizes, strict=False)]
     assert max(steps) <= before * CONFIG.max_down
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    ("interval_s", "down_window_s"), [(5.0, 0.0), (5.0, 3.0), (5.0, 5.0), (60.0, None)]
+)
+def test_a_pool_shrinks_though_decisions_are_further_apart_than_its_window(
+    interval_s, down_window_s, shared
+):
+    config = replace(
+        CONFIG, interval_s=interval_s, down_window_s=down_window_s, cold_start_s=10.0, flip=False
+    )
+    days = Days(config=config, num_prefill=8, late_s=0.001, shared=shared)
+    days.passes(30 * interval_s, rate=0.2)
+    assert (days.size(Pool.PREFILL), days.size(Pool.DECODE)) == (1, 1)
 
 
 def test_a_worker_is_kept_for_several_cold_starts():

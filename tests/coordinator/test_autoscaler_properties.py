@@ -69,11 +69,17 @@ decode_loads = st.builds(
     itl_s=st.one_of(st.none(), numbers),
 )
 views = st.lists(
-    st.tuples(
-        st.sampled_from(POOLS), st.sampled_from(list(Phase)), st.floats(0, 5000), st.integers(0, 99)
+    st.builds(
+        WorkerView,
+        st.just(""),
+        st.sampled_from(POOLS),
+        st.sampled_from(list(Phase)),
+        st.floats(0, 5000),
+        st.integers(0, 99),
+        stays=st.booleans(),
     ),
     max_size=16,
-).map(lambda found: tuple(WorkerView(f"w{number}", *one) for number, one in enumerate(found)))
+).map(lambda found: tuple(replace(one, worker_id=f"w{n}") for n, one in enumerate(found)))
 clocks = st.one_of(st.floats(0, 20), st.sampled_from([-500.0, 0.0, 5.0, 1e6]))
 
 
@@ -120,6 +126,8 @@ def test_never_outside_its_bounds_whatever_it_is_told(config, moments):
             assert known[flip.worker_id].pool is not flip.to
         named = [one.worker_id for one in (*flips, *drains)]
         assert len(named) == len(set(named))
+        # Workers of other processes stay, unless their start is stuck.
+        assert all(not known[one].stays or is_stuck(known[one], now, config) for one in named)
         # The number of leaving workers is the decrease of the pool; a growing pool loses none.
         for pool, one in zip(POOLS, (decision.prefill, decision.decode), strict=True):
             healthy = {

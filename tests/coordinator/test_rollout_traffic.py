@@ -9,6 +9,7 @@ from two_fleets import fleet_of_session
 
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.revision import Revision
+from baton.coordinator.state.scaling_config import ScalingConfig
 from baton.runtime import errors
 from baton.runtime.config import TenantConfig
 from baton.v1 import common_pb2
@@ -32,6 +33,21 @@ def test_the_canary_gets_its_share_and_sessions_stick(two_fleets, share):
         to = cell.world.submit(session_id=f"s{session}", num_prompt=8)
         assert cell.fleet_name(to) == found[session]
         cell.world.handle(ev.RequestCancelled(f"r{to.stream}"))
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_first_tokens_of_the_canary_are_no_misses_of_the_stable_pools(two_fleets, share):
+    """More stable workers would not make the canary faster."""
+    cell = two_fleets(share)
+    to = cell.world.submit()
+    cell.world.after(5.0)
+    cell.first_token(to)
+    seen = dict(cell.core.observer().observe(ScalingConfig(), cell.world.now).lanes)["interactive"]
+    assert seen.num_arrived == 1
+    is_stable = cell.fleet_name(to) == "1"
+    assert is_stable == (share == 0.0)
+    assert (seen.num_first, seen.num_late) == (is_stable, is_stable)
+    assert seen.ttft_s == (5.0 if is_stable else None)
 
 
 def test_a_growing_share_keeps_the_sessions_that_it_had(two_fleets):

@@ -211,6 +211,25 @@ def test_a_worker_started_elsewhere_is_never_drained(launched):
     assert made.ids(DECODE) == {"guest"}
 
 
+@pytest.mark.parametrize("elastic", [False, True])
+def test_spare_workers_are_drained_beside_workers_started_elsewhere(new_world, elastic):
+    """The pool with the most spare workers has none that Baton may drain."""
+    limits = {pool.value: PoolLimits(1, 16) for pool in (PREFILL, DECODE)}
+    world = {"elastic": elastic}
+    made = Launched(new_world, 3, 1, autoscale=True, world=world, limits=limits)
+    made.come_up()
+    guests = {f"guest-{n}" for n in range(4)}
+    for name in guests:
+        made.world.attach(name, common_pb2.ROLE_DECODE, revision="1")
+    made.wait(600)
+    assert len(made.ids(PREFILL)) == 1
+    assert made.ids(DECODE) == guests
+    # No decision names a size that the guests do not allow.
+    for one in made.core.scaler.decisions[DECODE]:
+        assert one.decision.target >= len(guests) or one.decision.current < len(guests)
+    assert made.core.scaler.decisions[DECODE][-1].decision.target == len(guests)
+
+
 def test_a_worker_that_another_incarnation_replaces_is_not_ended(launched):
     made = launched()
     made.world.attach("prefill-0", common_pb2.ROLE_PREFILL, incarnation=2)

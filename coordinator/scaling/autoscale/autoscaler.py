@@ -63,7 +63,7 @@ def decide(
         config: limits, targets and times; may change between calls.
         state: state returned by the previous call; `State()` at first.
         now: time by the core's clock, in seconds. If the clock went back or a long pause occurred,
-            the load history is dropped, and no pool shrinks until there is a new history.
+            the load and need histories are dropped, and no pool shrinks until there are new ones.
 
     Returns:
         The decision, and the state for the next one.
@@ -77,7 +77,7 @@ def decide(
     busy_at = now if state.busy_at is None or is_busy(observation, state) else state.busy_at
     after = replace(state, now=now, lanes=observation.lanes, samples=samples, busy_at=busy_at)
     if problem:
-        return frozen(members, config, problem, now), after
+        return frozen(members, config, problem, now), _without_needs(after)
     is_idle = now - busy_at >= config.idle_s
     needs = _needs(observation, config, after, members, now, is_idle=is_idle)
     situation = _situation(observation, config, after, members, needs, now, is_idle=is_idle)
@@ -94,6 +94,16 @@ def decide(
         total_history=situation.total_history,
     )
     return decision_of(plan, situation), after
+
+
+def _without_needs(state: State) -> State:
+    """Forgets the earlier needs together with the load, so that the present sizes count again."""
+    return replace(
+        state,
+        prefill=replace(state.prefill, need_history=()),
+        decode=replace(state.decode, need_history=()),
+        total_history=(),
+    )
 
 
 def _needs(

@@ -179,7 +179,7 @@ class _Demand(NamedTuple):
         # Outputs may be longer than expected, so the lasting number of present requests counts too.
         lasting = forecast.load(samples, now, lambda one: one.present)
         names = lanes_with_targets(config)
-        waiting = sum(lanes[name].num_waiting for name in names if name in lanes)
+        waiting = sum(lanes[name].num_before_decode for name in names if name in lanes)
         present, bursts = load.num_with_targets + waiting, forecast.burstiness(samples)
         percentile = max(
             (one.percentile for _, one in config.targets if one.itl_s is not None), default=50.0

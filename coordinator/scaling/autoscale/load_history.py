@@ -96,5 +96,5 @@ def _sample(
                 return None
             sums[one] += difference
     rate, work, output_tokens, kv_tokens = (sums[one] / span_s for one in _FIELDS)
-    present = num_decodes + sum(load.num_waiting for name, load in after if name in lanes)
+    present = num_decodes + sum(load.num_before_decode for name, load in after if name in lanes)
     return Sample(now, span_s, rate, work, output_tokens, kv_tokens, present)

@@ -41,6 +41,11 @@ class Members:
         return self.current - self.num_cold
 
     @property
+    def num_staying(self) -> int:
+        """Number of workers that other processes have started; the pool keeps these."""
+        return sum(one.stays for one in (*self.serving, *self.starting))
+
+    @property
     def movable(self) -> Members:
         """Members that may be moved to the other pool now."""
         serving = tuple(one for one in self.serving if one.responds and not one.stays)

@@ -21,11 +21,13 @@ def with_need(
 ) -> NeedHistory:
     """Adds the present need to the needs within the window; a monotonic queue for their maximum.
 
-    Without earlier entries the present size counts as needed. Entries that are not larger than the
-    new need are dropped, because they can no longer be the maximum.
+    At the first decision, when `history` is empty, the present size counts as needed. It does not
+    count again when earlier needs are merely older than the window: a window may be shorter than
+    the time between two decisions. Entries that are not larger than the new need are dropped,
+    because they can no longer be the maximum.
 
     Args:
-        history: earlier needs.
+        history: earlier needs; empty: no need is known yet, or decisions paused.
         current: present number of workers.
         needed: number of workers that the present load needs.
         config: lengths of the windows.
@@ -36,9 +38,7 @@ def with_need(
     """
     young = known_s < config.young_s
     since = now - (max(config.window_s, config.young_s) if young else config.window_s)
-    found = [one for one in history if since <= one.at <= now]
-    if not found:
-        found = [PastNeed(now, current)]
+    found = [one for one in history or (PastNeed(now, current),) if since <= one.at <= now]
     dropped = needed if young else max(needed, num_kept)
     return (*(one for one in found if one.workers > dropped), PastNeed(now, needed))
 

@@ -53,7 +53,7 @@ def next_sizes(situation: Situation) -> dict[Pool, NextSize]:
             situation.needed(pool),
             keep[pool],
             situation.config,
-            situation.config.limits(pool),
+            situation.limits(pool),
         )
         for pool in POOLS
     }
@@ -61,7 +61,7 @@ def next_sizes(situation: Situation) -> dict[Pool, NextSize]:
 
 def next_total(situation: Situation) -> NextSize:
     """Next size of both pools together, which share their work."""
-    limits = [situation.config.limits(pool) for pool in POOLS]
+    limits = [situation.limits(pool) for pool in POOLS]
     keep_at_least = _keep_at_least(
         situation,
         situation.total_history,
@@ -82,20 +82,15 @@ def divided(total: int, situation: Situation) -> dict[Pool, int]:
     The pool that lacks most workers grows first, and the pool with most spare workers shrinks
     first.
     """
-    config = situation.config
+    limits = {pool: situation.limits(pool) for pool in POOLS}
     sizes = {
-        pool: min(
-            max(situation.members[pool].current, config.limits(pool).floor),
-            config.limits(pool).ceiling,
-        )
-        for pool in POOLS
+        pool: min(max(situation.members[pool].current, one.floor), one.ceiling)
+        for pool, one in limits.items()
     }
     while sum(sizes.values()) != total:
         step = 1 if sum(sizes.values()) < total else -1
         possible = [
-            pool
-            for pool in POOLS
-            if config.limits(pool).floor <= sizes[pool] + step <= config.limits(pool).ceiling
+            pool for pool, one in limits.items() if one.floor <= sizes[pool] + step <= one.ceiling
         ]
         if not possible:
             break

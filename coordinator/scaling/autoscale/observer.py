@@ -2,7 +2,8 @@
 
 The autoscaler sizes the pools of the stable fleet. It ignores a canary's workers, which the rollout
 starts. It counts the demand of all requests, including the canary's, so that the stable pools can
-take over all requests at any time.
+take over all requests at any time. Measured latencies are those of the stable fleet, because more
+stable workers would not make a canary faster.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from baton.runtime.ttft_target import TtftTarget
 from baton.v1 import cluster_pb2, common_pb2
 
 _INTERACTIVE = common_pb2.LANE_INTERACTIVE
+_DECODE = common_pb2.ROLE_DECODE
 
 
 class Observer:
@@ -96,7 +98,7 @@ class Observer:
             lanes=tuple(
                 (
                     lane_name(lane),
-                    self._lane(lane, config, at_workers_s.get(lane, 0.0), full),
+                    self._lane(lane, config, at_workers_s.get(lane, 0.0), full, now),
                 )
                 for lane in LANES
             ),
@@ -133,25 +135,31 @@ class Observer:
         config: ScalingConfig,
         at_workers_s: float,
         decode_is_full: bool,
+        now: float,
     ) -> LaneLoad:
-        demand = self._stats.demand[lane]
+        demand, stable = self._stats.demand[lane], self._workers.fleets.stable
         waits, waiting_s = self._lanes.waits, 0.0
+        num_waiting, num_before_prefill = waits.num_runnable(lane), 0
         if not decode_is_full:
-            waiting_s = waits.work_s(lane, self._workers.fleets.stable)
+            waiting_s = waits.work_s(lane, stable)
+            # Outputs end one by one, so that full decode workers often have room for a moment.
+            was_full = now - demand.decode_full_at <= config.interval_s
+            is_strict = len(stable.workers.roles_doing(_DECODE)) == 1
+            if is_strict and not was_full and stable.workers.serving(_DECODE):
+                num_before_prefill = num_waiting
         target = dict(config.targets).get(lane_name(lane))
-        num_first, num_late, ttft_s, ttft_target_s = len(demand.first_tokens), 0, None, None
+        measured = [one for one in demand.first_tokens if one.revision == stable.name]
+        demand.first_tokens.clear()
+        num_first, num_late, ttft_s, ttft_target_s = len(measured), 0, None, None
         if target is not None and num_first:
             if target.ttft is None:
-                ttft_s = _percentile(
-                    [(one.ttft_s, 1) for one in demand.first_tokens], target.percentile
-                )
+                ttft_s = _percentile([(one.ttft_s, 1) for one in measured], target.percentile)
             else:
-                firsts = [_TtftRatio.of(one, target.ttft) for one in demand.first_tokens]
+                firsts = [_TtftRatio.of(one, target.ttft) for one in measured]
                 _, ttft_s, ttft_target_s = _percentile(
                     [(one, 1) for one in firsts], target.percentile
                 )
                 num_late = sum(one.ttft_s > one.target_s for one in firsts)
-        demand.first_tokens.clear()
         return LaneLoad(
             num_arrived=demand.num_arrived,
             work_s=demand.work_s,
@@ -159,7 +167,8 @@ class Observer:
             num_kv_tokens=demand.num_kv_tokens,
             works=tuple(demand.works),
             queued_s=at_workers_s + waiting_s,
-            num_waiting=waits.num_runnable(lane),
+            num_waiting=num_waiting,
+            num_before_prefill=num_before_prefill,
             ttft_s=ttft_s,
             ttft_target_s=ttft_target_s,
             num_first=num_first,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.coordinator.scaling.autoscale.members import Members
 from baton.coordinator.scaling.autoscale.need import Need
 from baton.coordinator.scaling.autoscale.need_history import recent_need
 from baton.coordinator.scaling.autoscale.types import NeedHistory, PoolState
 from baton.coordinator.state.pools import Pool
-from baton.coordinator.state.scaling_config import ScalingConfig
+from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,15 @@ class Situation:
     def total_needed(self) -> int:
         """Number of workers that the load of both pools needs."""
         return sum(one.workers for one in self.needs.values())
+
+    def limits(self, pool: Pool) -> PoolLimits:
+        """Limits of this pool; its workers that stay are always within them."""
+        limits, num_staying = self.config.limits(pool), self.members[pool].num_staying
+        return replace(
+            limits,
+            floor=max(limits.floor, num_staying),
+            ceiling=max(limits.ceiling, num_staying),
+        )
 
     def needed(self, pool: Pool) -> int:
         """Number of workers that the load of this pool needs."""

@@ -59,11 +59,14 @@ class LaneLoad:
             not count while it waits for room on decode workers.
         num_waiting: requests that wait in the lane and that more workers would run: not those that
             wait for a limit of their tenant or of the lane. `queued_s` leaves those out too.
+        num_before_prefill: those of `num_waiting` that wait only for prefill workers of a cell with
+            fixed roles. They reach decode workers at the rate of the prefill pool.
         ttft_s: TTFT of one request since the last observation; None: no first token. It is the
             request at the target's percentile when requests are ordered by TTFT divided by their
             own target; with one target for all prompts, this is the percentile of TTFT.
         ttft_target_s: target of that request; None: no first token, or no target.
-        num_first: first tokens since the last observation, of requests that waited for no limit.
+        num_first: first tokens since the last observation, of requests in the stable fleet that
+            were not held (Request.was_held).
         num_late: those of `num_first` that missed the target.
     """
 
@@ -74,10 +77,16 @@ class LaneLoad:
     works: tuple[Work, ...] = ()
     queued_s: float = 0.0
     num_waiting: int = 0
+    num_before_prefill: int = 0
     ttft_s: float | None = None
     ttft_target_s: float | None = None
     num_first: int = 0
     num_late: int = 0
+
+    @property
+    def num_before_decode(self) -> int:
+        """Requests that wait in the lane and would run at once with more decode workers."""
+        return self.num_waiting - self.num_before_prefill
 
     @property
     def required(self) -> tuple[float, ...]:
