@@ -128,7 +128,27 @@ def shape_class(step: cluster_pb2.StepSample) -> int:
     return _NUM_SIZES * kind + step.num_prefill_tokens.bit_length()
 
 
-def log_error(model: LatencyModel, step: cluster_pb2.StepSample) -> float:
+class StepTerms(NamedTuple):
+    """The numbers of a step; a StepSample would keep the whole message that it came in."""
+
+    num_prefill_tokens: int
+    prefill_token_squares: int
+    num_decodes: int
+    num_kv_tokens: int
+    duration_us: int
+
+    @classmethod
+    def of(cls, step: cluster_pb2.StepSample) -> StepTerms:
+        return cls(
+            step.num_prefill_tokens,
+            step.prefill_token_squares,
+            step.num_decodes,
+            step.num_kv_tokens,
+            step.duration_us,
+        )
+
+
+def log_error(model: LatencyModel, step: StepTerms) -> float:
     """Returns log(measured / predicted) of a step."""
     num_prefill, num_decodes = step.num_prefill_tokens, step.num_decodes
     base = model.mixed_base_s if num_decodes else model.prefill_base_s

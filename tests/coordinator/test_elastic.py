@@ -44,6 +44,10 @@ class FixedLatency:
     model: LatencyModel = MODEL
     is_measured: bool = True
 
+    @property
+    def of_kind(self) -> FixedLatency:
+        return self
+
     def prefill_s(self, num_tokens: int) -> float:
         return self.model.prefill_s(num_tokens)
 
@@ -509,6 +513,12 @@ def test_a_worker_made_for_prompts_decodes_only_after_the_others():
     cell, other = two_kinds(COMPUTE)
     workers = [cell.start().decode.worker for _ in range(MOST + 1)]
     assert workers == [key("a")] * MOST + [other]
+
+
+def test_without_an_itl_target_a_worker_made_for_prompts_decodes_after_the_others():
+    cell, other = two_kinds(COMPUTE)
+    for _ in range(12):
+        assert cell.start(itl_s=math.inf).decode.worker != other
 
 
 def test_a_kind_without_measured_steps_gets_outputs_so_that_they_are_measured():

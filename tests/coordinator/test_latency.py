@@ -118,6 +118,47 @@ def test_a_slow_worker_has_its_own_speed_and_does_not_spoil_the_fit_of_its_kind(
     assert slowdowns(world, names) == [1.0] * 4
 
 
+def test_of_two_workers_the_slow_one_has_its_own_speed(world):
+    world.attach("slow", DECODE)
+    for seed in range(20):
+        report(world, "slow", piled_up(1.6, seed))
+        report(world, "d", piled_up(1.0, seed))
+    assert slowdowns(world, ["slow", "d"]) == pytest.approx([1.6, 1.0], rel=0.05)
+
+
+def test_a_worker_that_alone_decodes_has_the_speed_of_its_kind(world):
+    """Its factor and the kind's costs of decodes could not be told apart."""
+    prompts = [
+        cluster_pb2.StepSample(
+            num_prefill_tokens=size,
+            prefill_token_squares=size**2,
+            duration_us=round(TRUE.prefill_s(size) * 1e6),
+        )
+        for size in range(100, 2000, 19)
+    ]
+    names = ["p", "p2", "p3"]
+    for name in names[1:]:
+        world.attach(name, PREFILL)
+    for number in range(80):
+        for name in names:
+            report(world, name, prompts)
+        report(world, "d", piled_up(1.6 if number < 10 else 1.0, number))
+    assert slowdowns(world, ["d", *names]) == [1.0] * 4
+    found = described(world, "d").model.decode_step_s(8, 2400)
+    assert found == pytest.approx(TRUE.decode_step_s(8, 2400), rel=0.1)
+
+
+def test_a_slow_worker_does_not_speak_for_its_kind(world):
+    for name in ("slow", "e", "f"):
+        world.attach(name, DECODE)
+    for seed in range(20):
+        for name in ("slow", "e", "f"):
+            report(world, name, piled_up(3.0 if name == "slow" else 1.0, seed))
+    view = world.core.placers.of(world.core.workers.by_id("slow").fleet).view
+    ((latency, _),) = view.loads.kinds
+    assert latency.decode_step_s(8, 2400) == pytest.approx(TRUE.decode_step_s(8, 2400), rel=0.05)
+
+
 def test_a_worker_alone_is_as_fast_as_its_kind(world):
     for factor in (1.0, 3.0):
         for seed in range(20):

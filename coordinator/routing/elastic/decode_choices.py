@@ -283,7 +283,9 @@ def _cost(load: WorkerLoad, num_tokens: int, itl_s: float) -> float:
     if not prompt_s or room_s <= 0:
         return math.inf
     stream_s = latency.decode_step_s(2, 2 * num_tokens) - latency.decode_step_s(1, num_tokens)
-    return _TYPICAL_TOKENS / prompt_s * stream_s / room_s
+    cost = _TYPICAL_TOKENS / prompt_s * stream_s
+    # Without an ITL target, no number of streams fills a worker.
+    return cost if math.isinf(room_s) else cost / room_s
 
 
 def _rank_costly(load: WorkerLoad, demand: Demand, counted_share: float, limits: _Limits) -> _Rank:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from baton.coordinator.routing.loads.worker_speed import WorkerSpeed, compare
 from baton.coordinator.state.requests import WorkerKey
 from baton.coordinator.state.workers import Worker
 from baton.runtime.latency import LatencyModel
-from baton.runtime.latency_fit import FitQuality, LatencyFit, log_error, shape_class
+from baton.runtime.latency_fit import FitQuality, LatencyFit, StepTerms, shape_class
 from baton.v1 import cluster_pb2
 
 # Maximum number of worker kinds kept. An upgrade of the workers adds a kind, and a coordinator sees
@@ -26,12 +25,8 @@ _STEPS_PER_ROUND = 64
 # tune. Later steps have a steady latency. The limit counts steps instead of seconds because an
 # idle worker does not warm up.
 _COLD_STEPS = 3
-# Workers of a kind are compared by this many of their latest steps, once per this many rounds of
-# load reports.
-_NUM_COMPARED, _ROUNDS = 48, 4
-# A worker counts as slower or faster than its kind from the first factor on, until it is below the
-# second one. Workers with other mixes of steps differ by less, because no fit is perfect.
-_DIFFERS, _IS_ALIKE = math.log(1.3), math.log(1.15)
+# The workers of a kind are compared once per this many of their load reports.
+_REPORTS_PER_COMPARISON = 4
 
 
 class WorkerKind(NamedTuple):
@@ -100,46 +95,14 @@ class _Measured:
 class _Reporter:
     """A worker that has reported steps.
 
-    A GPU that is throttled, or a core that other processes use, makes all steps of one worker
-    longer. The fit of the kind is made of steps without this factor: otherwise it would explain the
-    difference by other properties of the steps.
-
     Attributes:
         num_steps: Number of steps by shape class, counted up to _COLD_STEPS.
-        latest: The latest steps.
-        slowdown: How many times as long as its kind's the worker's steps take; 1 unless they differ
-            clearly.
     """
 
     kind: WorkerKind
     num_steps: dict[int, int] = field(default_factory=dict)
     num_reports: int = 0
-    latest: deque[cluster_pb2.StepSample] = field(
-        default_factory=lambda: deque(maxlen=_NUM_COMPARED)
-    )
-    slowdown: float = 1.0
-    _of: LatencyModel | None = None
-    _scaled: LatencyModel | None = None
-
-    def error(self, model: LatencyModel) -> float | None:
-        """Median of log(measured / predicted) of the latest steps; None: they are too few."""
-        if len(self.latest) < _NUM_COMPARED:
-            return None
-        return statistics.median(log_error(model, step) for step in self.latest)
-
-    def compare(self, error: float, typical: float) -> None:
-        """Compares the worker's error with the typical one of its kind."""
-        differs_by = error - typical
-        limit = _DIFFERS if self.slowdown == 1.0 else _IS_ALIKE
-        self.slowdown = math.exp(differs_by) if abs(differs_by) > limit else 1.0
-
-    def applied(self, model: LatencyModel) -> LatencyModel:
-        """Returns the worker's model, from its kind's."""
-        if self.slowdown == 1.0:
-            return model
-        if self._of is not model or self._scaled is None:
-            self._of, self._scaled = model, model.scaled(self.slowdown)
-        return self._scaled
+    speed: WorkerSpeed = field(default_factory=WorkerSpeed)
 
 
 class LatencyRegistry:
@@ -165,7 +128,7 @@ class LatencyRegistry:
     def worker_model(self, key: WorkerKey, kind: WorkerKind) -> LatencyModel:
         """The model of one worker: its kind's, slower or faster if the worker clearly is."""
         model, reporter = self.model(kind), self._reporters.get(key)
-        return model if reporter is None else reporter.applied(model)
+        return model if reporter is None else reporter.speed.applied(model)
 
     def is_measured(self, kind: WorkerKind) -> bool:
         """Whether the costs of both prompts and decodes are measured."""
@@ -200,22 +163,14 @@ class LatencyRegistry:
                 reporter.num_steps[shape] = num_steps + 1
                 measured.num_cold += 1
             else:
-                measured.fit.observe(step, reporter.slowdown)
-                reporter.latest.append(step)
+                measured.fit.observe(step, reporter.speed.slowdown)
+                reporter.speed.add(StepTerms.of(step))
+        if reporter.num_reports % _REPORTS_PER_COMPARISON == 0:
+            reporter.speed.measure(measured.fit.model)
         measured.num_since += 1
-        if measured.num_since >= _ROUNDS * len(measured.workers):
+        if measured.num_since >= _REPORTS_PER_COMPARISON * len(measured.workers):
             measured.num_since = 0
-            self._compare(measured)
-
-    def _compare(self, measured: _Measured) -> None:
-        """Compares the workers of a kind with each other."""
-        reporters = [self._reporters[key] for key in measured.workers]
-        errors = [(one, one.error(measured.fit.model)) for one in reporters]
-        known = [(one, error) for one, error in errors if error is not None]
-        if known:
-            typical = statistics.median(error for _, error in known)
-            for one, error in known:
-                one.compare(error, typical)
+            compare(self._reporters[key].speed for key in measured.workers)
 
     def forget(self, key: WorkerKey) -> None:
         """Removes a worker that has left; its measurements remain in the fit."""

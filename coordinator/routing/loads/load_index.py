@@ -275,4 +275,4 @@ class LoadIndex:
 
 
 def _kind_of(entry: WorkerLoad) -> tuple[Latency, int]:
-    return entry.traits.latency, entry.traits.block_size_tokens
+    return entry.traits.latency.of_kind, entry.traits.block_size_tokens

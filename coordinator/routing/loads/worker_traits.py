@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from baton.coordinator.routing.loads.latency import LatencyRegistry, WorkerKind
@@ -27,12 +27,15 @@ class Latency(Protocol):
     Attributes:
         model: the present model of the worker kind.
         is_measured: whether the costs of both prompts and decodes were measured.
+        of_kind: predictions of a typical worker of the kind.
     """
 
     @property
     def model(self) -> LatencyModel: ...
     @property
     def is_measured(self) -> bool: ...
+    @property
+    def of_kind(self) -> Latency: ...
     def prefill_s(self, num_tokens: int) -> float: ...
     def decode_step_s(self, num_requests: float, num_kv_tokens: float) -> float: ...
 
@@ -140,17 +143,24 @@ def traits_of(hello: cluster_pb2.Hello, latency: LatencyRegistry) -> WorkerTrait
 class _WorkerModel:
     """Current latency model of a worker that computes prompts in chunks.
 
-    Models of workers of one kind are equal: only slow workers differ, for a while.
+    Attributes:
+        key: the worker; None: a typical worker of the kind.
     """
 
     registry: LatencyRegistry
     kind: WorkerKind
     chunk_tokens: int
-    key: WorkerKey = field(compare=False)
+    key: WorkerKey | None
 
     @property
     def model(self) -> LatencyModel:
+        if self.key is None:
+            return self.registry.model(self.kind)
         return self.registry.worker_model(self.key, self.kind)
+
+    @property
+    def of_kind(self) -> Latency:
+        return replace(self, key=None)
 
     @property
     def is_measured(self) -> bool:

@@ -190,7 +190,7 @@ class Observer:
             (model, step)
             for worker in workers
             if worker.load is not None
-            for model in [self._model(worker)]
+            for model in [self._latency.worker_model(worker.key, WorkerKind.of(worker.hello))]
             for step in worker.load.steps
             if step.num_decodes
         ]
