@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
+from fixed_latency import FixedLatency
 from virtual_cell import VirtualCell, WorkerShape
 from worker_choices import elastic_choices
 
@@ -37,24 +38,6 @@ MOST = 8
 MOST_BESIDE_PROMPTS = 6
 
 
-@dataclass(frozen=True)
-class FixedLatency:
-    """A worker kind whose latency model does not change."""
-
-    model: LatencyModel = MODEL
-    is_measured: bool = True
-
-    @property
-    def of_kind(self) -> FixedLatency:
-        return self
-
-    def prefill_s(self, num_tokens: int) -> float:
-        return self.model.prefill_s(num_tokens)
-
-    def decode_step_s(self, num_requests: int, num_kv_tokens: int) -> float:
-        return self.model.decode_step_s(num_requests, num_kv_tokens)
-
-
 def change(world, **changes) -> None:
     targets = replace(world.core.targets.by_lane["interactive"], **changes)
     world.handle(ev.TargetsRequested({"interactive": targets}))
@@ -78,7 +61,7 @@ class Cell:
         self.prompts = PromptDemand()
         self.choices = elastic_choices(self.view, prompts=self.prompts)
         for name in workers:
-            traits = WorkerTraits(FixedLatency(), "h", kv_tokens, BLOCK)
+            traits = WorkerTraits(FixedLatency(MODEL), "h", kv_tokens, BLOCK)
             pool = Pool.PREFILL if name.startswith("prefill") else Pool.DECODE
             self.view.add_worker(key(name), traits, pool)
         self._num_placed = 0
@@ -377,7 +360,7 @@ def test_a_late_prompt_joins_another_where_only_this_worker_holds_its_prefix():
     assert cell.place(len(prompt), prompt, urgency=Urgency.OVERDUE) is BUSY
     cell.view.add_worker(
         key("c"),
-        WorkerTraits(FixedLatency(), "h", 65536, BLOCK, host_kv_tokens=4096),
+        WorkerTraits(FixedLatency(MODEL), "h", 65536, BLOCK, host_kv_tokens=4096),
         Pool.PREFILL,
     )
     cell.view.apply_cache(key("c"), events)

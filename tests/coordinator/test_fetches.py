@@ -7,6 +7,7 @@ import math
 import random
 
 import pytest
+from fixed_latency import FixedLatency
 from worker_choices import elastic_choices, pool_choices
 
 from baton.coordinator.routing.choices import NoPlacement, PrefillChoice
@@ -35,12 +36,6 @@ PROMPT = list(range(3200))
 DEMAND = Demand(len(PROMPT), 10, 3200, 10.0, 0.05)
 
 
-class Fixed:
-    model = MODEL
-    prefill_s = staticmethod(MODEL.prefill_s)
-    decode_step_s = staticmethod(MODEL.decode_step_s)
-
-
 def view(*names: str, **changes) -> FleetView:
     values = {
         "kv_bytes_per_token": 100_000,
@@ -51,7 +46,7 @@ def view(*names: str, **changes) -> FleetView:
     found = FleetView(256, 256, StepTargets(0.05, 0.06, 0.2))
     for name in names:
         found.add_worker(
-            (name, 1), WorkerTraits(Fixed(), name, 65536, BLOCK, **values), Pool.PREFILL
+            (name, 1), WorkerTraits(FixedLatency(MODEL), name, 65536, BLOCK, **values), Pool.PREFILL
         )
     return found
 

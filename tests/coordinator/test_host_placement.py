@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from fixed_latency import FixedLatency
 from worker_choices import elastic_choices, pool_choices
 
 from baton.coordinator.routing.choices import PrefillChoice
@@ -32,12 +33,6 @@ PROMPT = list(range(3200))
 DEMAND = Demand(len(PROMPT), 10, 3200, 10.0, 0.05)
 
 
-class Fixed:
-    model = MODEL
-    prefill_s = staticmethod(MODEL.prefill_s)
-    decode_step_s = staticmethod(MODEL.decode_step_s)
-
-
 def traits(**changes) -> WorkerTraits:
     values = {
         "kv_bytes_per_token": 100_000,
@@ -47,7 +42,7 @@ def traits(**changes) -> WorkerTraits:
         "disk_bytes_per_s": 1e10,
         **changes,
     }
-    return WorkerTraits(Fixed(), "h", 65536, BLOCK, **values)
+    return WorkerTraits(FixedLatency(MODEL), "h", 65536, BLOCK, **values)
 
 
 def load_of(kind: WorkerTraits) -> WorkerLoad:

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from fixed_latency import FixedLatency
 from hypothesis import given
 from hypothesis import strategies as st
 from worker_choices import pool_choices
@@ -32,7 +33,7 @@ MODEL = LatencyModel(0.001, 0.001, 0.0, 0.010, 0.001, 0.0)
 
 
 def traits(host: str = "h", kv_tokens: int = 65536, kv_bytes_per_token: int = 0) -> WorkerTraits:
-    return WorkerTraits(MODEL, host, kv_tokens, BLOCK, kv_bytes_per_token)
+    return WorkerTraits(FixedLatency(MODEL), host, kv_tokens, BLOCK, kv_bytes_per_token)
 
 
 def key(name: str) -> WorkerKey:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from fixed_latency import FixedLatency
 from worker_choices import pool_choices
 
 from baton.coordinator.routing.fleet_view import FleetView
@@ -127,7 +128,7 @@ def replay(
     queues: dict[WorkerKey, deque[int]] = {worker: deque() for worker in workers}
     running: dict[WorkerKey, int] = {}
     outcome.work_s = dict.fromkeys(workers, 0.0)
-    traits = WorkerTraits(latency, "host", num_blocks * BLOCK_TOKENS, BLOCK_TOKENS)
+    traits = WorkerTraits(FixedLatency(latency), "host", num_blocks * BLOCK_TOKENS, BLOCK_TOKENS)
     for worker in workers:
         view.add_worker(worker, traits, Pool.PREFILL)
     # (seconds, order, worker that has finished a prompt; None: a request arrives)
