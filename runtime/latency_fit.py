@@ -150,13 +150,12 @@ class StepTerms(NamedTuple):
 
 def log_error(model: LatencyModel, step: StepTerms) -> float:
     """Returns log(measured / predicted) of a step."""
-    num_prefill, num_decodes = step.num_prefill_tokens, step.num_decodes
-    base = model.mixed_base_s if num_decodes else model.prefill_base_s
-    predicted_s = base if num_prefill else model.step_base_s
-    predicted_s += model.prefill_per_token_s * num_prefill
-    predicted_s += model.prefill_per_token_squared_s * step.prefill_token_squares
-    predicted_s += model.step_per_request_s * num_decodes
-    predicted_s += model.step_per_kv_token_s * step.num_kv_tokens
+    predicted_s = model.mixed_step_s(
+        step.num_prefill_tokens,
+        step.prefill_token_squares,
+        step.num_decodes,
+        step.num_kv_tokens,
+    )
     return math.log(max(_LEAST_S, step.duration_us * 1e-6) / max(_LEAST_S, predicted_s))
 
 

@@ -40,7 +40,7 @@ def default_gpus(num_ranks: int, nodes: Sequence[Node], *, is_local: bool) -> fl
 
 
 def cpu_build_hint(role: str, nodes: Sequence[Node]) -> str:
-    """What to configure if Ray is meant to have no GPUs; empty if a node has GPUs.
+    """Returns advice for a Ray that is meant to have no GPUs; empty if a node has GPUs.
 
     Args:
         role: role of a worker that waits for GPUs, "prefill" or "decode".

@@ -152,10 +152,11 @@ class ElasticDecodeChoices:
             load = candidate.load
             if not self._view.has_room(load, demand.num_tokens + demand.num_output_tokens):
                 continue
-            is_within = demand.is_batch or load.single_step_s <= limits.reachable_s
             if load.key in costly:
                 rank = _rank_costly(load, demand, share, limits)
-            elif not load.num_decodes and is_within:
+            elif not load.num_decodes and (
+                demand.is_batch or load.single_step_s <= limits.reachable_s
+            ):
                 is_other = load.key != prefill.worker
                 rank = _Rank(_Kind.EMPTY, load.queued_s(self._view.now), is_other)
             else:

@@ -79,7 +79,7 @@ class KindLatency:
 
 @dataclass(slots=True)
 class _Measured:
-    """What is known of a kind.
+    """Measurements of a kind.
 
     Attributes:
         num_since: Load reports since its workers were compared.
