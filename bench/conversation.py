@@ -24,7 +24,7 @@ import aiohttp
 from baton.bench import interrupts, streams, systems
 from baton.bench.streams import Timed
 from baton.client.client import BatonClient
-from baton.kvtransfer.connector.host_tier import host_options
+from baton.kvtransfer.connector.tiers.host_tier import host_options
 from baton.runtime import demo_model
 
 MODEL = "demo-88m"
@@ -47,7 +47,7 @@ async def plain(
             **host_options(HOST_BYTES, {}),
             # vLLM's own store works only with GPUs.
             "spec_name": "HostMemory",
-            "spec_module_path": "baton.kvtransfer.connector.host_memory",
+            "spec_module_path": "baton.kvtransfer.connector.tiers.host_memory",
         }
         arguments["kv_transfer_config"] = json.dumps(
             {

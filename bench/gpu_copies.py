@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from baton.kvtransfer.connector.block_copies import LayerRun, LayerRuns, Run
-from baton.kvtransfer.connector.cuda_copies import CudaCopies
-from baton.kvtransfer.connector.paged_cache import PagedCache
+from baton.kvtransfer.connector.handoffs.block_copies import LayerRun, LayerRuns, Run
+from baton.kvtransfer.connector.handoffs.cuda_device_copies import CudaDeviceCopies
+from baton.kvtransfer.connector.handoffs.paged_cache import PagedCache
 from baton.kvtransfer.control import split_blocks
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES, checksum
 from baton.kvtransfer.layout import KvLayout
@@ -126,7 +126,7 @@ class _Step:
         self.num_bytes = self.layout.shard_bytes(self.num_blocks)
         # A shared mapping, like a segment of the transfer service.
         self._staging = torch.frombuffer(mmap.mmap(-1, self.num_bytes), dtype=torch.uint8)
-        self.copies = CudaCopies(
+        self.copies = CudaDeviceCopies(
             PagedCache(_layers(heads, order), self.layout), self._staging, pin=pin, **slots
         )
         self._ids = random.Random(1).sample(range(_CACHE_BLOCKS), self.num_blocks)

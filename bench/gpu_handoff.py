@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, Part, Save
-from baton.kvtransfer.connector.rank_half import RankHalf
+from baton.kvtransfer.connector.handoffs.handoff_step import HandoffStep, Load, Part, Save
+from baton.kvtransfer.connector.handoffs.rank_handoffs import RankHandoffs
 from baton.kvtransfer.control import EnginePort, TransferClient
 from baton.kvtransfer.layout import KvLayout
 from baton.load import stats
@@ -65,7 +65,7 @@ class Side:
         self.client = client
         self.port = EnginePort(client.socket_path)
         self.port.subscribe()
-        self.rank = RankHalf(client.socket_path, self.port, 0, LAYOUT)
+        self.rank = RankHandoffs(client.socket_path, self.port, 0, LAYOUT)
         shape = (num_blocks, TOKENS, HEADS, 2 * HEAD_SIZE)
         self.caches = {
             f"layer.{index}": torch.randn(shape, device="cuda").bfloat16().transpose(1, 2)
@@ -124,7 +124,7 @@ def step(side: Side, orders: HandoffStep, model: Model | None = None) -> None:
     side.rank.end_step()
 
 
-def loads_ended(rank: RankHalf) -> tuple[set[str], set[str]]:
+def loads_ended(rank: RankHandoffs) -> tuple[set[str], set[str]]:
     """Waits like an engine without other requests."""
     while not (ended := rank.take_ended())[0]:
         time.sleep(_POLL_S)

@@ -20,7 +20,7 @@ from baton.engine.sim_handoff import HandoffSend
 from baton.engine.sim_host_tier import HostTier
 from baton.engine.sim_text import OutputText
 from baton.engine.sim_tokens import TokenChain
-from baton.kvtransfer.connector.kept_prefixes import MOST_KEPT
+from baton.kvtransfer.connector.handoffs.kept_prefixes import MOST_KEPT
 from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.latency import LatencyModel
 from baton.runtime.prompt_images import block_keys
@@ -260,8 +260,8 @@ class Scheduler:
     def keep_prefix(self, request: LiveRequest, num_tokens: int) -> None:
         """Holds the first blocks of a request that waits for a fetch of the blocks after them.
 
-        As in kvtransfer/connector/kept_prefixes.py: only if the prefix cache has all of them, and
-        not more than a part of the cache.
+        As in kvtransfer/connector/handoffs/kept_prefixes.py: only if the prefix cache has all of
+        them, and not more than a part of the cache.
         """
         hashes = self._usable_hashes(request)[: num_tokens // (self.caching_block_tokens or 1)]
         num_kept = sum(self._kept.values()) + len(hashes)

@@ -1,7 +1,7 @@
 """Extends vLLM's schedulers to failed loads of caches with several block tables.
 
 vLLM itself ends a request whose load has failed only if the model has one block table. The
-connector handles the other consequences of a failed load (connector/scheduler_half.py).
+connector handles the other consequences of a failed load (connector/handoffs/handoff_scheduler.py).
 engine/vllm_scheduler_class.py checks the method that the mixin overrides.
 """
 

@@ -40,9 +40,9 @@ from baton.engine.vllm_refusals import (
 )
 from baton.engine.vllm_scheduler_class import use_scheduler
 from baton.kvtransfer import engine_groups, start_phases
-from baton.kvtransfer.connector.cuda_copies import scratch_bytes
-from baton.kvtransfer.connector.disk_tier import DISK, disk_options, most_blocks
-from baton.kvtransfer.connector.host_tier import HOST_BYTES, host_options
+from baton.kvtransfer.connector.handoffs.cuda_device_copies import scratch_bytes
+from baton.kvtransfer.connector.tiers.disk_tier import DISK, disk_options, most_blocks
+from baton.kvtransfer.connector.tiers.host_tier import HOST_BYTES, host_options
 from baton.kvtransfer.disk.directory import DiskDirectory, namespace_of
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.latency import LatencyModel

@@ -16,8 +16,8 @@ class OwnBlocks:
 
     Such a load is an engine request of its own, which must compute one token after the blocks (as
     at the holder of a fetch); the value of this token does not matter. The request that waits for
-    the fetch holds the blocks from its own submission on (kvtransfer/connector/kept_prefixes.py).
-    If the blocks are evicted before that, the engine computes the prompt.
+    the fetch holds the blocks from its own submission on (KeptPrefixes). If
+    the blocks are evicted before that, the engine computes the prompt.
 
     Args:
         engine: Started engine.

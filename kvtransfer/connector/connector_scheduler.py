@@ -1,4 +1,4 @@
-"""The half of the connector beside vLLM's scheduler: what each step hands over, keeps and deletes.
+"""The connector beside vLLM's scheduler: what each step hands over, keeps and deletes.
 
 Methods with vLLM's names are those of KVConnectorBase_V1, which say when vLLM calls them.
 """
@@ -15,12 +15,12 @@ from vllm.distributed.kv_events import (
     KVCacheEvent,
 )
 
-from baton.kvtransfer.connector.cache_drops import CacheDrops
-from baton.kvtransfer.connector.cached_blocks import CachedBlocks
-from baton.kvtransfer.connector.host_tier import HostTier
-from baton.kvtransfer.connector.scheduler_half import SchedulerHalf
+from baton.kvtransfer.connector.handoffs.handoff_scheduler import HandoffScheduler
 from baton.kvtransfer.connector.step_metadata import RankReport, StepMetadata
 from baton.kvtransfer.connector.step_report import StepReport
+from baton.kvtransfer.connector.tiers.cache_drops import CacheDrops
+from baton.kvtransfer.connector.tiers.cached_blocks import CachedBlocks
+from baton.kvtransfer.connector.tiers.host_tier import HostTier
 from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime import affinity
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class ConnectorScheduler:
-    """The scheduler's half of BatonConnector.
+    """BatonConnector's part beside vLLM's scheduler.
 
     Args:
         vllm_config: vLLM's configuration, with Baton's settings of the connector.
@@ -60,7 +60,7 @@ class ConnectorScheduler:
         affinity.avoid_cores(extra["rank_cpus"])
         is_cpu = vllm_config.device_config.device_type == "cpu"
         self.copies_in_steps = bool(is_cpu and not layout.has_states)
-        self.handoffs = SchedulerHalf(port, layout, copies_in_steps=self.copies_in_steps)
+        self.handoffs = HandoffScheduler(port, layout, copies_in_steps=self.copies_in_steps)
         # vLLM's events of one table stand for the prefix cache. A prefix that other tables have
         # lost is found when a request asks for it.
         self._indexed_table = layout.index_table.table
@@ -85,16 +85,16 @@ class ConnectorScheduler:
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        half = self.handoffs
-        num_tokens = half.num_loadable_tokens(request, num_computed_tokens)
-        is_host = self._host is not None and not half.receives(request.request_id)
+        handoffs = self.handoffs
+        num_tokens = handoffs.num_loadable_tokens(request, num_computed_tokens)
+        is_host = self._host is not None and not handoffs.receives(request.request_id)
         if self._host is not None and is_host:
             num_tokens = self._host.num_loadable_tokens(request, num_computed_tokens)
         if num_tokens is not None:
             num_held_tokens = num_computed_tokens + num_tokens
-            if half.end_if_uncached(request, num_held_tokens):
+            if handoffs.end_if_uncached(request, num_held_tokens):
                 return None, False
-        return num_tokens, (is_host or half.requests_wait) and bool(num_tokens)
+        return num_tokens, (is_host or handoffs.requests_wait) and bool(num_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int

@@ -1,4 +1,4 @@
-"""The half of the connector in each rank: copies between the rank's cache, staging and host memory.
+"""The connector in each rank: copies between the rank's cache, staging and host memory.
 
 vLLM calls a rank a worker. Methods with vLLM's names are those of KVConnectorBase_V1, which say
 when vLLM calls them.
@@ -14,13 +14,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
 from baton.kvtransfer import start_phases
-from baton.kvtransfer.connector.cpu_copies import CpuCopies, step_bytes, stream_bytes
-from baton.kvtransfer.connector.disk_tier import SHUTDOWN_TIMEOUT_S, make_rank_disk
-from baton.kvtransfer.connector.host_memory import host_layers
-from baton.kvtransfer.connector.host_tier import make_rank_half
-from baton.kvtransfer.connector.paged_cache import page_layout
-from baton.kvtransfer.connector.rank_half import RankHalf
+from baton.kvtransfer.connector.handoffs.paged_cache import page_layout
+from baton.kvtransfer.connector.handoffs.rank_handoffs import RankHandoffs
 from baton.kvtransfer.connector.step_metadata import RankReport, StepMetadata
+from baton.kvtransfer.connector.tiers.cpu_tier_copies import CpuTierCopies, step_bytes, stream_bytes
+from baton.kvtransfer.connector.tiers.disk_tier import SHUTDOWN_TIMEOUT_S, make_rank_disk
+from baton.kvtransfer.connector.tiers.host_memory import host_layers
+from baton.kvtransfer.connector.tiers.host_tier import make_host_tier_worker
 from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.disk.rank_disk import RankDisk
 from baton.kvtransfer.layout import KvLayout
@@ -40,7 +40,7 @@ def is_first_rank() -> bool:
 
 
 class ConnectorWorker:
-    """A rank's half of BatonConnector.
+    """BatonConnector's part in one rank.
 
     Args:
         vllm_config: vLLM's configuration, with Baton's settings of the connector.
@@ -63,8 +63,8 @@ class ConnectorWorker:
         self._kv_cache_config, self._layer_names = kv_cache_config, list(layer_names)
         self._extra: dict[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._rank = get_tensor_model_parallel_rank()
-        self._half = RankHalf(self._extra["socket"], port, self._rank, layout, stage)
-        self._host_copies = make_rank_half(vllm_config, kv_cache_config)
+        self._handoffs = RankHandoffs(self._extra["socket"], port, self._rank, layout, stage)
+        self._host_tier = make_host_tier_worker(vllm_config, kv_cache_config)
         self._rank_disk: RankDisk | None = None
         self._host_layers: list[npt.NDArray[np.int8]] = []
         # Orders of an operator whose last block this rank has overwritten.
@@ -77,25 +77,25 @@ class ConnectorWorker:
             start_phases.record(self._extra["socket"], phase)
 
     def shutdown(self) -> None:
-        self._half.close()
+        self._handoffs.close()
         if self._rank_disk is not None:
             self._rank_disk.close(SHUTDOWN_TIMEOUT_S)
-        if self._host_copies is not None:
-            self._host_copies.shutdown()
+        if self._host_tier is not None:
+            self._host_tier.shutdown()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         # Layers that use another layer's cache are not among the names.
-        self._half.register({name: kv_caches[name] for name in self._layer_names})
-        if self._host_copies is not None:
-            self._host_copies.register_kv_caches(kv_caches)
-            assert self._host_copies.worker is not None, "vLLM makes it for these caches"
+        self._handoffs.register({name: kv_caches[name] for name in self._layer_names})
+        if self._host_tier is not None:
+            self._host_tier.register_kv_caches(kv_caches)
+            assert self._host_tier.worker is not None, "vLLM makes it for these caches"
             in_order = {
                 name: kv_caches[name]
                 for group in self._kv_cache_config.kv_cache_groups
                 for name in group.layer_names
             }
             layout = page_layout(in_order, self._kv_cache_config.num_blocks)
-            worker = self._host_copies.worker
+            worker = self._host_tier.worker
             self._rank_disk = make_rank_disk(self._extra, self._rank, worker, layout)
             self._host_layers = host_layers(worker)
         self._note_phase(start_phases.KV)
@@ -106,28 +106,28 @@ class ConnectorWorker:
             for layer in self._host_layers:
                 layer[slot] = 0
         self._cleared += orders.clearing.ended
-        if self._host_copies is not None:
-            self._host_copies.handle_preemptions(orders.host)
+        if self._host_tier is not None:
+            self._host_tier.handle_preemptions(orders.host)
 
     def begin_step(self, orders: StepMetadata) -> None:
         """Takes the orders of a step, before its model runs."""
         self._step_began_at = time.monotonic()
-        self._half.begin_step(orders.step)
+        self._handoffs.begin_step(orders.handoffs)
 
     def start_load_kv(self, orders: StepMetadata) -> None:
-        if self._host_copies is not None:
-            self._host_copies.start_kv_transfers(orders.host)
+        if self._host_tier is not None:
+            self._host_tier.start_kv_transfers(orders.host)
         if self._rank_disk is not None:
             self._rank_disk.submit(orders.disk)
-        self._half.load(orders.step)
+        self._handoffs.load(orders.handoffs)
 
     def save_kv_layer(self, layer_name: str) -> None:
-        self._half.save(layer_name)
+        self._handoffs.save(layer_name)
 
     def wait_for_save(self, orders: StepMetadata) -> None:
-        self._half.end_step()
-        if self._host_copies is not None:
-            self._host_copies.prepare_store_kv(orders.host)
+        self._handoffs.end_step()
+        if self._host_tier is not None:
+            self._host_tier.prepare_store_kv(orders.host)
 
     def get_transfer_results(
         self, orders: StepMetadata, finished_req_ids: set[str]
@@ -136,22 +136,22 @@ class ConnectorWorker:
         # streams may take all the time that the step has left.
         step_s = time.monotonic() - self._step_began_at
         most_bytes = step_bytes(step_s, is_idle=orders.is_idle)
-        copied = self._half.copy_waited(most_bytes, stream_bytes(step_s, orders.limit_s))
+        copied = self._handoffs.copy_waited(most_bytes, stream_bytes(step_s, orders.limit_s))
         most_bytes = max(most_bytes - copied, most_bytes // 2)
-        if self._host_copies is not None and isinstance(self._host_copies.worker, CpuCopies):
-            self._host_copies.worker.most_bytes = most_bytes
-        ended, failed = self._half.take_ended()
-        if self._host_copies is None:
+        if self._host_tier is not None and isinstance(self._host_tier.worker, CpuTierCopies):
+            self._host_tier.worker.most_bytes = most_bytes
+        ended, failed = self._handoffs.take_ended()
+        if self._host_tier is None:
             return KVConnectorTransferResults(set(), ended, failed)
-        sent, received = self._host_copies.get_finished(finished_req_ids)
+        sent, received = self._host_tier.get_finished(finished_req_ids)
         return KVConnectorTransferResults(sent, received | ended, failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._half.take_invalid_block_ids()
+        return self._handoffs.take_invalid_block_ids()
 
     def build_connector_worker_meta(self) -> RankReport | None:
-        report, is_cut_off = self._half.take_report(), not self._half.alive
-        host = self._host_copies.build_connector_worker_meta() if self._host_copies else None
+        report, is_cut_off = self._handoffs.take_report(), not self._handoffs.alive
+        host = self._host_tier.build_connector_worker_meta() if self._host_tier else None
         disk = self._rank_disk.take_report() if self._rank_disk is not None else None
         cleared, self._cleared = self._cleared, []
         if not (report or is_cut_off or host or disk or cleared):

@@ -4,7 +4,7 @@ vLLM puts them into the block tables of the model's layers and gives them no mar
 EAGLE or MTP draft comes from the model's output at token i and from token i + 1, so the entry of a
 prompt's last token needs the first token of the answer. vLLM runs the draft when it has sampled,
 within the same step, and tells the connector of the step's end after that. So all entries of a
-handoff are complete when its last step ends (RankHalf.end_step).
+handoff are complete when its last step ends (RankHandoffs.end_step).
 """
 
 from __future__ import annotations

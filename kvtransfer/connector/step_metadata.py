@@ -10,8 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from baton.kvtransfer.connector.cache_drops import Clearing
-from baton.kvtransfer.connector.handoff_step import HandoffStep, LoadReport
+from baton.kvtransfer.connector.handoffs.handoff_step import HandoffStep, LoadReport
+from baton.kvtransfer.connector.tiers.cache_drops import Clearing
 from baton.kvtransfer.disk.orders import DiskReport, Order
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Step orders that vLLM carries from the scheduler's half to the ranks.
+    """Orders for a step, which vLLM carries from ConnectorScheduler to every ConnectorWorker.
 
     Attributes:
-        step: Work for handoffs.
+        handoffs: Blocks to save and to load for handoffs.
         host: Copies from and to host memory; None without a host tier.
         disk: Orders for the ranks' disks.
         clearing: Blocks of host memory that an operator has deleted.
@@ -34,7 +34,7 @@ class StepMetadata(KVConnectorMetadata):
         limit_s: Longest time of the step that its streams allow; 0: none is known.
     """
 
-    step: HandoffStep = field(default_factory=HandoffStep)
+    handoffs: HandoffStep = field(default_factory=HandoffStep)
     host: OffloadingConnectorMetadata | None = None
     disk: list[Order] = field(default_factory=list)
     clearing: Clearing = field(default_factory=Clearing)
@@ -44,7 +44,7 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class RankReport(KVConnectorWorkerMetadata):
-    """The ranks' report to the scheduler's half after a step.
+    """The ranks' report to ConnectorScheduler after a step.
 
     Attributes:
         loads: How the step's loads went.

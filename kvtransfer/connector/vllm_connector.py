@@ -1,8 +1,9 @@
 """The connector class that vLLM loads: how a handoff enters and leaves vLLM.
 
 vLLM makes one connector beside its scheduler (connector_scheduler.py) and one in every rank
-(connector_worker.py). These two halves share only the step metadata that the scheduler's half
-writes; both talk to the worker's transfer service, which moves the bytes.
+(connector_worker.py). They share only the step metadata and the ranks' reports (step_metadata.py);
+both talk to the worker's transfer service, which moves the bytes. Handoffs and fetches are in
+handoffs/, the KV store in tiers/.
 
 Sending. In the step that computes them, each layer's finished blocks are gathered into the sender's
 staging, which belongs to this handoff alone. Nothing reads the paged cache later (on a GPU: nothing
@@ -49,9 +50,9 @@ from baton.kvtransfer.connector.cache_groups import UnsupportedCache, named_grou
 from baton.kvtransfer.connector.connector_scheduler import ConnectorScheduler
 from baton.kvtransfer.connector.connector_worker import ConnectorWorker, is_first_rank
 from baton.kvtransfer.connector.draft_layers import check_draft, draft_layers
-from baton.kvtransfer.connector.host_tier import HOST_BYTES
 from baton.kvtransfer.connector.step_metadata import StepMetadata
 from baton.kvtransfer.connector.step_work import StepWork
+from baton.kvtransfer.connector.tiers.host_tier import HOST_BYTES
 from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.pipeline_stages import stage_of, whole_model
@@ -78,11 +79,11 @@ class StepStats(KVConnectorStats):
 
 
 class BatonConnector(KVConnectorBase_V1, SupportsHMA):
-    """The class that vLLM loads; it passes each call to the half that the call is meant for.
+    """The class that vLLM loads; it passes each call to the part that the call is meant for.
 
     Attributes:
-        connector_scheduler: The half beside vLLM's scheduler; None in a rank.
-        connector_worker: The half in a rank; None beside vLLM's scheduler.
+        connector_scheduler: The part beside vLLM's scheduler; None in a rank.
+        connector_worker: The part in a rank; None beside vLLM's scheduler.
 
     Raises:
         ValueError: The model has caches that Baton does not hand over, or ranks hold other parts of
@@ -104,7 +105,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             ) from error
         extra = self._kv_transfer_config.kv_connector_extra_config
         if role == KVConnectorRole.SCHEDULER:
-            # Its own configuration has the layers of the first stage. The ranks were made before.
+            # Here kv_cache_config has only the layers of pipeline stage 0. The first rank, which
+            # vLLM makes earlier, has recorded the groups of all stages.
             groups = engine_groups.recorded(extra["socket"])
         else:
             stages = _stages(list(named))
@@ -142,7 +144,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         # Decode steps keep their full graphs: loads end before a model begins, and the layers for
-        # which a graph does not call save_kv_layer are gathered by RankHalf.end_step.
+        # which a graph does not call save_kv_layer are gathered by RankHandoffs.end_step.
         return False
 
     def shutdown(self) -> None:
@@ -240,7 +242,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        # vLLM calls both halves; the scheduler's half once per step, when the step has finished.
+        # vLLM calls both parts: the one beside the scheduler once per step, when the step ended.
         if self.connector_scheduler is None:
             return None
         return StepStats(self.connector_scheduler.finish_step().encode())
@@ -276,11 +278,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.num_stored_tokens(request, num_computed_tokens)
 
     def awaits_handoff(self, request_id: str) -> bool:
-        """See SchedulerHalf.receives."""
+        """See HandoffScheduler.receives."""
         return self._scheduler.handoffs.receives(request_id)
 
     def is_on_its_way(self, request_id: str) -> bool:
-        """See SchedulerHalf."""
+        """See HandoffScheduler."""
         return self._scheduler.handoffs.is_on_its_way(request_id)
 
     def limit_step(self, limit_s: float) -> None:
@@ -288,7 +290,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.limit_step(limit_s)
 
     def latest_step_work(self) -> StepWork | None:
-        """See SchedulerHalf."""
+        """See HandoffScheduler."""
         return self._scheduler.handoffs.latest_step_work()
 
 

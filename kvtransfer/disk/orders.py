@@ -1,4 +1,4 @@
-"""Orders of the scheduler's half to the ranks' disks, and the ranks' reports."""
+"""Orders of the disk tier (beside vLLM's scheduler) to the ranks' disks, and the ranks' reports."""
 
 from __future__ import annotations
 

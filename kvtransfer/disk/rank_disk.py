@@ -34,7 +34,7 @@ _WRITER_NICE = 5
 
 
 class RankDisk:
-    """Carries out the orders of DiskIndex in one rank; the connector's half in the rank owns it.
+    """Carries out the orders of DiskIndex in one rank; the connector in the rank owns it.
 
     Writes and deletions are done in their order by one thread, loads by others. Only the first
     thread makes and removes directories; the search for blocks (directory.scan) also removes empty

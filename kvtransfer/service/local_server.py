@@ -105,7 +105,7 @@ class LocalConnection(asyncio.Protocol):
         """Drops the oldest unwritten end of a handoff; returns False if none may be dropped.
 
         An engine that waits for no handoff does not read, for as long as the worker only sends.
-        Such an engine remembers fewer ends than stay here (connector/scheduler_half.py).
+        Such an engine remembers fewer ends than stay here (HandoffScheduler).
         """
         if self.is_main:
             return False

@@ -1,4 +1,4 @@
-"""Runs CudaCopies without a GPU: streams whose work is done late, in any order that is allowed.
+"""Runs CudaDeviceCopies without a GPU: streams work late, in any order that is allowed.
 
 Work waits until an event that follows it must have happened; by chance some of it is done earlier.
 So a missing event between two streams gives wrong bytes for some seeds. The work of other threads
@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from baton.kvtransfer.connector import cuda_copies
+from baton.kvtransfer.connector.handoffs import cuda_device_copies
 
 # Functions that are launched on a stream.
 _LAUNCHED = {
@@ -195,9 +195,9 @@ class SimulatedGpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def simulated_gpu(seed: int, *, pins: bool = True) -> Iterator[SimulatedGpu]:
-    """Lets this thread's CudaCopies use a simulated GPU, whose memory is host memory."""
+    """Lets this thread's CudaDeviceCopies use a simulated GPU, whose memory is host memory."""
     with pytest.MonkeyPatch.context() as patch, SimulatedGpu(seed, pins=pins) as gpu:
-        patch.setattr(cuda_copies, "torch", gpu)
+        patch.setattr(cuda_device_copies, "torch", gpu)
         # Its memory is not freed while a stream uses it.
         patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
         yield gpu

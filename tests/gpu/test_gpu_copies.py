@@ -9,11 +9,11 @@ import threading
 import pytest
 import torch
 
-from baton.kvtransfer.connector.block_copies import LayerRun, LayerRuns, Run
-from baton.kvtransfer.connector.cuda_copies import CudaCopies, scratch_bytes
-from baton.kvtransfer.connector.host_copies import HostCopies
-from baton.kvtransfer.connector.paged_cache import PagedCache
-from baton.kvtransfer.connector.rank_half import open_copies
+from baton.kvtransfer.connector.handoffs.block_copies import LayerRun, LayerRuns, Run
+from baton.kvtransfer.connector.handoffs.cpu_device_copies import CpuDeviceCopies
+from baton.kvtransfer.connector.handoffs.cuda_device_copies import CudaDeviceCopies, scratch_bytes
+from baton.kvtransfer.connector.handoffs.paged_cache import PagedCache
+from baton.kvtransfer.connector.handoffs.rank_handoffs import open_copies
 from baton.kvtransfer.layout import KvLayout
 
 pytestmark = [
@@ -104,7 +104,7 @@ def make_copies(request, staging):
 
     def make(cache, **options):
         layout = make_layout(next(iter(cache.values())).dtype)
-        copies = CudaCopies(PagedCache(cache, layout), staging, pin=request.param, **options)
+        copies = CudaDeviceCopies(PagedCache(cache, layout), staging, pin=request.param, **options)
         assert copies.pinned == request.param
         made.append(copies)
         return copies
@@ -124,7 +124,7 @@ def test_the_same_bytes_as_on_the_host(order, dtype, parts, make_copies, staging
     source_ids, target_ids = block_ids[:101], block_ids[101:]
     cache, size = make_cache(order, dtype, parts), layout.block_bytes
     expected_cache, expected_staging = on_host(cache), torch.zeros_like(staging)
-    reference = HostCopies(PagedCache(expected_cache, layout), expected_staging)
+    reference = CpuDeviceCopies(PagedCache(expected_cache, layout), expected_staging)
     # The rings wrap around, and a scatter has more blocks than a slot holds.
     copies = make_copies(cache, num_slots=2, slot_bytes=61 * size + size // 2)
     assert copies.max_blocks(0) == 61
@@ -155,7 +155,7 @@ def test_open_copies_pins_the_segment(staging):
     copies = open_copies(
         PagedCache(make_cache("LBNHC", torch.bfloat16), make_layout(torch.bfloat16)), staging
     )
-    assert isinstance(copies, CudaCopies)
+    assert isinstance(copies, CudaDeviceCopies)
     assert not copies.finishes_at_once
     assert copies.pinned
     assert staging.is_pinned()
@@ -166,9 +166,9 @@ def test_open_copies_pins_the_segment(staging):
 def test_a_refused_registration_leaves_no_error_behind(staging):
     layout = make_layout(torch.bfloat16)
     cache = make_cache("LBNHC", torch.bfloat16)
-    first = CudaCopies(PagedCache(cache, layout), staging)
+    first = CudaDeviceCopies(PagedCache(cache, layout), staging)
     # CUDA always refuses to register the same memory twice.
-    second = CudaCopies(PagedCache(cache, layout), staging)
+    second = CudaDeviceCopies(PagedCache(cache, layout), staging)
     assert (first.pinned, second.pinned) == (True, False)
     assert (first.gathers_wait, second.gathers_wait) == (False, True)
     assert torch.ones(8, device="cuda").sum().item() == 8
@@ -183,7 +183,7 @@ def test_a_refused_registration_leaves_no_error_behind(staging):
 def test_the_host_waits_for_nothing_while_it_launches_a_step(staging, stream):
     """Gathers and scatters are only queued: a model that computes meanwhile is not waited for."""
     layout, cache = make_layout(torch.bfloat16), make_cache("LBNHC", torch.bfloat16)
-    copies = CudaCopies(PagedCache(cache, layout), staging, num_slots=2)
+    copies = CudaDeviceCopies(PagedCache(cache, layout), staging, num_slots=2)
     block_ids = fragmented(200)
     own = torch.cuda.Stream() if stream == "own" else torch.cuda.default_stream()
     whole, half = Run(0, 200, BASE), Run(100, 100, BASE)

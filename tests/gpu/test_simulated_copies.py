@@ -1,4 +1,4 @@
-"""CudaCopies on a simulated GPU: the bytes of copies on the host, whatever the order of streams."""
+"""CudaDeviceCopies on a simulated GPU: the same bytes whatever the order of streams."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 from simulated_gpu import SimulatedGpu, simulated_gpu
 
-from baton.kvtransfer.connector.block_copies import LayerRun, LayerRuns, Run
-from baton.kvtransfer.connector.cuda_copies import CudaCopies
-from baton.kvtransfer.connector.host_copies import HostCopies
-from baton.kvtransfer.connector.notifier import Copy
-from baton.kvtransfer.connector.paged_cache import PagedCache
+from baton.kvtransfer.connector.handoffs.block_copies import LayerRun, LayerRuns, Run
+from baton.kvtransfer.connector.handoffs.cpu_device_copies import CpuDeviceCopies
+from baton.kvtransfer.connector.handoffs.cuda_device_copies import CudaDeviceCopies
+from baton.kvtransfer.connector.handoffs.notifier import Copy
+from baton.kvtransfer.connector.handoffs.paged_cache import PagedCache
 from baton.kvtransfer.layout import KvLayout
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 6, 64, 2, 4, 8
@@ -45,10 +45,10 @@ class Twins:
         self.staging = [torch.zeros(64 * SIZE * LAYERS, dtype=torch.uint8) for _ in range(2)]
         paged = [PagedCache(cache, LAYOUT) for cache in self.caches]
         gpu.own(*self.caches[0].values())
-        self.copies = CudaCopies(
+        self.copies = CudaDeviceCopies(
             paged[0], self.staging[0], slot_bytes=slot_blocks * SIZE, num_slots=2
         )
-        self.reference = HostCopies(paged[1], self.staging[1])
+        self.reference = CpuDeviceCopies(paged[1], self.staging[1])
         self._gathers, self._loads = list[Copy](), list[Copy]()
 
     def gather(self, ids: list[int], runs: Mapping[int, list[Run]]) -> None:

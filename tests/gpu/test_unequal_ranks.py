@@ -13,12 +13,12 @@ import secrets
 import pytest
 import torch
 
-from baton.kvtransfer.connector.block_copies import LayerRun, Run
-from baton.kvtransfer.connector.cuda_copies import CudaCopies
-from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, Part, Save
-from baton.kvtransfer.connector.host_copies import HostCopies
-from baton.kvtransfer.connector.paged_cache import PagedCache
-from baton.kvtransfer.connector.rank_half import RankHalf
+from baton.kvtransfer.connector.handoffs.block_copies import LayerRun, Run
+from baton.kvtransfer.connector.handoffs.cpu_device_copies import CpuDeviceCopies
+from baton.kvtransfer.connector.handoffs.cuda_device_copies import CudaDeviceCopies
+from baton.kvtransfer.connector.handoffs.handoff_step import HandoffStep, Load, Part, Save
+from baton.kvtransfer.connector.handoffs.paged_cache import PagedCache
+from baton.kvtransfer.connector.handoffs.rank_handoffs import RankHandoffs
 from baton.kvtransfer.control import EnginePort, TransferClient
 from baton.kvtransfer.head_ranges import head_ranges
 from baton.kvtransfer.layout import KvLayout
@@ -163,7 +163,7 @@ class Worker:
             index, rank = divmod(number, layout.tp_size)
             # Stages hold neighbouring layers of a model, in which layers of groups alternate.
             stage = PipelineStage(index, range(index, layout.num_all_layers, layout.pp_size))
-            half = RankHalf(client.socket_path, port, rank, layout, stage)
+            rank_handoffs = RankHandoffs(client.socket_path, port, rank, layout, stage)
             caches = {
                 f"layer.{layer}": paged(
                     self.heads_of(rank, layer),
@@ -173,8 +173,8 @@ class Worker:
                 )
                 for layer in stage.layers
             }
-            half.register(caches)
-            self.ranks.append(half)
+            rank_handoffs.register(caches)
+            self.ranks.append(rank_handoffs)
             self.caches.append(caches)
             self.places.append((rank, stage.layers))
 
@@ -195,19 +195,19 @@ class Worker:
     def step(self, saves=(), loads=()):
         """Makes a step of all ranks; returns the invalid block IDs of each rank."""
         step, invalid = HandoffStep(list(saves), list(loads)), []
-        for half, caches in zip(self.ranks, self.caches, strict=True):
-            half.begin_step(step)
-            half.load(step)
+        for rank_handoffs, caches in zip(self.ranks, self.caches, strict=True):
+            rank_handoffs.begin_step(step)
+            rank_handoffs.load(step)
             for name in caches:
-                half.save(name)
-            half.end_step()
-            invalid.append(half.take_invalid_block_ids())
-        self.failed = [half.take_report().failed for half in self.ranks]
+                rank_handoffs.save(name)
+            rank_handoffs.end_step()
+            invalid.append(rank_handoffs.take_invalid_block_ids())
+        self.failed = [rank_handoffs.take_report().failed for rank_handoffs in self.ranks]
         return invalid
 
     async def close(self):
-        for half, port in zip(self.ranks, self.ports, strict=True):
-            half.close()
+        for rank_handoffs, port in zip(self.ranks, self.ports, strict=True):
+            rank_handoffs.close()
             port.close()
         await self.client.close()
 
@@ -376,10 +376,10 @@ async def test_a_request_waits_for_the_heads_of_all_shards(pair, case):
     ended = [set() for _ in receiver.ranks]
     async with asyncio.timeout(30):
         while not all(ended):
-            for half, found in zip(receiver.ranks, ended, strict=True):
+            for rank_handoffs, found in zip(receiver.ranks, ended, strict=True):
                 # On a CPU, each step copies a part.
-                half.copy_waited(4096)
-                done, failed = half.take_ended()
+                rank_handoffs.copy_waited(4096)
+                done, failed = rank_handoffs.take_ended()
                 assert not failed
                 found |= done
             await asyncio.sleep(0.01)
@@ -429,9 +429,9 @@ def test_a_block_of_the_sender_may_be_larger_than_scratch(device, slot_blocks, p
     }
     cache = PagedCache(caches, layout)
     if device == "cpu":
-        copies = HostCopies(cache, staging)
+        copies = CpuDeviceCopies(cache, staging)
     else:
-        copies = CudaCopies(
+        copies = CudaDeviceCopies(
             cache, staging, slot_bytes=slot_blocks * layout.block_bytes, num_slots=2, pin=pin
         )
         assert copies.pinned == pin

@@ -24,10 +24,10 @@ from small_engine import (
 )
 
 from baton.kvtransfer import frames
-from baton.kvtransfer.connector.handoff_step import LoadReport
-from baton.kvtransfer.connector.rank_half import RankHalf
+from baton.kvtransfer.connector.handoffs.handoff_scheduler import HandoffScheduler
+from baton.kvtransfer.connector.handoffs.handoff_step import LoadReport
+from baton.kvtransfer.connector.handoffs.rank_handoffs import RankHandoffs
 from baton.kvtransfer.connector.request_params import encode
-from baton.kvtransfer.connector.scheduler_half import SchedulerHalf
 from baton.kvtransfer.handoff_orders import ReceiveHandoff
 
 NUM_OUTPUTS = 6
@@ -131,12 +131,12 @@ class DrivenEngine:
 
     def __init__(self, is_calm, *, verifies_late=False, first_yields=False, requests_wait=False):
         self.service, self.pool = Service(), Pool()
-        self.half = SchedulerHalf(self.service, LAYOUT)
+        self.half = HandoffScheduler(self.service, LAYOUT)
         self.half.bind(self.pool)
         self.caches = []
         self.ranks = []
         for number in range(LAYOUT.tp_size):
-            rank = RankHalf("", self.service, number, LAYOUT)
+            rank = RankHandoffs("", self.service, number, LAYOUT)
             shape = (NUM_BLOCKS, 1, SIZE, TOKEN_BYTES)
             cache = {f"{layer}": torch.zeros(shape, dtype=torch.uint8) for layer in range(LAYERS)}
             rank.register(cache)

@@ -9,11 +9,16 @@ import pytest
 import torch
 
 from baton.kvtransfer import frames
-from baton.kvtransfer.connector.block_copies import LayerRun, LayerRuns, Run
-from baton.kvtransfer.connector.host_copies import HostCopies, neighbours
-from baton.kvtransfer.connector.notifier import NOTIFY_BYTES, Notifier, NotifierThread, StagedFrame
-from baton.kvtransfer.connector.paged_cache import PagedCache, page_layout
-from baton.kvtransfer.connector.rank_half import open_copies
+from baton.kvtransfer.connector.handoffs.block_copies import LayerRun, LayerRuns, Run
+from baton.kvtransfer.connector.handoffs.cpu_device_copies import CpuDeviceCopies, neighbours
+from baton.kvtransfer.connector.handoffs.notifier import (
+    NOTIFY_BYTES,
+    Notifier,
+    NotifierThread,
+    StagedFrame,
+)
+from baton.kvtransfer.connector.handoffs.paged_cache import PagedCache, page_layout
+from baton.kvtransfer.connector.handoffs.rank_handoffs import open_copies
 from baton.kvtransfer.control import EnginePort, split_blocks
 from baton.kvtransfer.layout import KvLayout
 from baton.v1 import kv_transfer_pb2 as pb
@@ -161,7 +166,7 @@ def test_words_are_narrow_when_the_cache_begins_at_an_odd_address():
     cache = PagedCache(caches, layout)
     assert cache.word == torch.int16
     staging = torch.zeros(3 * layout.block_bytes, dtype=torch.uint8)
-    copies = HostCopies(cache, staging)
+    copies = CpuDeviceCopies(cache, staging)
     copies.gather([LayerRuns(0, copies.prepare([5, 3, 4]), [Run(0, 3, 0)])]).wait()
     rows = torch.cat([expected(caches["0"], block_id).flatten() for block_id in (5, 3, 4)])
     assert torch.equal(staging, rows)
@@ -466,7 +471,7 @@ async def test_copies_end_without_a_service(start, layout, handoff):
 def test_every_frame_fits_a_gather():
     for dtype in DTYPES:
         layout = make_layout(dtype)
-        copies = HostCopies(
+        copies = CpuDeviceCopies(
             PagedCache(make_cache("LBHNC", dtype), layout), torch.zeros(8, dtype=torch.uint8)
         )
         counts = [count for _, count in split_blocks(0, 10_000, layout.block_bytes)]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.kvtransfer.block_changes import CacheChange
-from baton.kvtransfer.connector.cached_blocks import CachedBlocks
+from baton.kvtransfer.connector.tiers.cached_blocks import CachedBlocks
 from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.prompt_images import block_keys
 from baton.v1 import common_pb2

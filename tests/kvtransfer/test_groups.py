@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.kvtransfer import staging_size
-from baton.kvtransfer.connector.rank_half import RankHalf
+from baton.kvtransfer.connector.handoffs.handoff_scheduler import HandoffScheduler
+from baton.kvtransfer.connector.handoffs.rank_handoffs import RankHandoffs
 from baton.kvtransfer.connector.request_params import encode
-from baton.kvtransfer.connector.scheduler_half import SchedulerHalf
 from baton.kvtransfer.control import EnginePort, TransferRefused
 from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.kvtransfer.layout import KvLayout
@@ -190,10 +190,10 @@ class Engine:
     def __init__(self, worker, layout, seed):
         self.layout, self.random = layout, random.Random(seed)
         self.ports = [EnginePort(worker.client.socket_path, timeout_s=WAIT_S) for _ in range(2)]
-        self.half = SchedulerHalf(self.ports[0], layout)
+        self.half = HandoffScheduler(self.ports[0], layout)
         held = SimpleNamespace(ref_cnt=1)
         self.half.bind(SimpleNamespace(blocks=[held] * NUM_BLOCKS, hash_block_size=4))
-        self.rank = RankHalf(worker.client.socket_path, self.ports[1], 0, layout)
+        self.rank = RankHandoffs(worker.client.socket_path, self.ports[1], 0, layout)
         self.caches = {}
         for layer in range(layout.num_all_layers):
             group = layout.group_of(layer)

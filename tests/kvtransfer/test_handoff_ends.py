@@ -6,7 +6,7 @@ import pytest
 from driven_engine import DrivenEngine, as_scheduled, engine_with
 from small_engine import LAYOUT, SHARDS, SIZE, TOKEN_BYTES
 
-from baton.kvtransfer.connector import scheduler_half
+from baton.kvtransfer.connector.handoffs import handoff_scheduler
 from baton.kvtransfer.service.receive_state import ReceiveState
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -45,7 +45,7 @@ def test_a_loaded_handoff_is_released_by_a_step_that_was_scheduled_before():
 def test_a_handoff_without_a_commit_in_time_fails(monkeypatch, count):
     engine, coming = engine_with(20, 1, 0)
     service = engine.service
-    monkeypatch.setattr(scheduler_half, "time", SimpleNamespace(monotonic=lambda: service.now))
+    monkeypatch.setattr(handoff_scheduler, "time", SimpleNamespace(monotonic=lambda: service.now))
     engine.deliver(coming, count)
     engine.run_step()
     engine.submit(coming)

@@ -6,8 +6,8 @@ import pytest
 from driven_engine import DrivenEngine, as_scheduled
 from small_engine import NUM_BLOCKS, SIZE
 
-from baton.kvtransfer.connector import scheduler_half
-from baton.kvtransfer.connector.kept_prefixes import MOST_KEPT
+from baton.kvtransfer.connector.handoffs import handoff_scheduler
+from baton.kvtransfer.connector.handoffs.kept_prefixes import MOST_KEPT
 from baton.kvtransfer.service.receive_state import ReceiveState
 
 
@@ -62,7 +62,7 @@ def test_blocks_are_let_go_when_the_fetch_does_not_come(monkeypatch, way):
         assert engine.half.num_loadable_tokens(coming.request, 2 * SIZE) == 0
     else:
         # A request that is ahead may need the room: the one behind it is not asked.
-        monkeypatch.setattr(scheduler_half, "time", SimpleNamespace(monotonic=lambda: 2e9))
+        monkeypatch.setattr(handoff_scheduler, "time", SimpleNamespace(monotonic=lambda: 2e9))
         monkeypatch.setattr(engine, "schedule_waiting", lambda scheduled: None)
         engine.run_step()
     assert not num_held(engine)

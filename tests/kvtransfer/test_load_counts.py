@@ -4,7 +4,7 @@ import pytest
 
 from baton.coordinator.routing.prefixes.prefix_index import Tier
 from baton.coordinator.routing.speeds.tier_speeds import TierSpeeds
-from baton.kvtransfer.connector.load_counts import LoadCounts
+from baton.kvtransfer.connector.tiers.load_counts import LoadCounts
 from baton.kvtransfer.layout import KvLayout
 
 NUM_TOKENS, SECONDS = 4096, 0.25

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from baton.kvtransfer.connector import memory_ahead
-from baton.kvtransfer.connector.memory_ahead import MemoryAhead
+from baton.kvtransfer.connector.tiers import memory_ahead
+from baton.kvtransfer.connector.tiers.memory_ahead import MemoryAhead
 
 ROW_BYTES, NUM_ROWS, NUM_AHEAD = 4 * mmap.PAGESIZE, 64, 16
 # Longest wait for the thread.

@@ -22,7 +22,7 @@ from hypothesis import settings
 from random_engine import RandomEngine
 from small_engine import LAYERS, LAYOUT, SIZE
 
-from baton.kvtransfer.connector.handoff_step import LoadReport
+from baton.kvtransfer.connector.handoffs.handoff_step import LoadReport
 
 TestRandomEngine = RandomEngine.TestCase
 TestRandomEngine.settings = settings(

@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from baton.engine.base import EngineDead
 from baton.engine.vllm_config import KEYS_THEN_VALUES, LATENT_THEN_ROPE, content_of, leave_room
 from baton.engine.vllm_refusals import refuse_executor
-from baton.kvtransfer.connector.cuda_copies import scratch_bytes
+from baton.kvtransfer.connector.handoffs.cuda_device_copies import scratch_bytes
 
 GPU_BYTES = 80 * 2**30
 BLOCKS, HEADS, TOKENS, HEAD_SIZE = 3, 2, 4, 8

@@ -15,7 +15,7 @@ from multiprocessing import context, forkserver
 from vllm.v1.engine import utils
 from vllm.v1.executor import multiproc_executor
 
-from baton.kvtransfer.connector import cpu_copies
+from baton.kvtransfer.connector.tiers import cpu_tier_copies
 
 # Most bytes that a rank copies in one step on a CPU: two blocks of two layers in engine_cases.py.
 STEP_BYTES = 2**15
@@ -60,5 +60,5 @@ def fork_engines() -> None:
     for module in (utils, multiproc_executor):
         module.get_mp_context = _Context
     # The caches are small, so that no load of handoffs or host memory would take several steps.
-    cpu_copies.STEP_BYTES = cpu_copies.IDLE_STEP_BYTES = STEP_BYTES
-    cpu_copies.LONG_STEP_BYTES_PER_S = 0
+    cpu_tier_copies.STEP_BYTES = cpu_tier_copies.IDLE_STEP_BYTES = STEP_BYTES
+    cpu_tier_copies.LONG_STEP_BYTES_PER_S = 0

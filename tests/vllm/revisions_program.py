@@ -10,7 +10,7 @@ from unittest import mock
 
 from baton.engine.served_model import ServedModel
 from baton.engine.vllm_setup import VllmSetup
-from baton.kvtransfer.connector.disk_tier import DISK
+from baton.kvtransfer.connector.tiers.disk_tier import DISK
 
 HOST_BYTES, DISK_BYTES = 2**26, 2**30
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from baton.kvtransfer.connector.cached_blocks import CachedBlocks
+from baton.kvtransfer.connector.tiers.cached_blocks import CachedBlocks
 from baton.kvtransfer.disk import block_file
 from baton.kvtransfer.disk import directory as disk_directory
 from baton.kvtransfer.disk.block_file import Identity
@@ -46,7 +46,7 @@ class Table:
     def __init__(self, disk_blocks: int = 64) -> None:
         from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
-        from baton.kvtransfer.connector.host_memory import HostBlocks
+        from baton.kvtransfer.connector.tiers.host_memory import HostBlocks
 
         self.reports = CachedBlocks(BLOCK)
         self.now_s = 0.0
@@ -77,7 +77,7 @@ class Table:
 
     def host_tier(self) -> Any:
         """Returns the tier of these blocks, without vLLM's half beside the scheduler."""
-        from baton.kvtransfer.connector.host_tier import HostTier
+        from baton.kvtransfer.connector.tiers.host_tier import HostTier
 
         memory: Any = SimpleNamespace(
             get_manager=lambda: self.blocks,
@@ -187,7 +187,7 @@ def on_disk(table: Table, count: int) -> list[Any]:
 
 def test_a_prompt_waits_while_the_loads_of_others_take_all_places() -> None:
     """It would compute at once what the disk has."""
-    from baton.kvtransfer.connector.disk_loads import DiskLoads
+    from baton.kvtransfer.connector.tiers.disk_loads import DiskLoads
 
     table = Table()
     keys = on_disk(table, 8)
@@ -203,7 +203,7 @@ def test_a_prompt_waits_while_the_loads_of_others_take_all_places() -> None:
 
 
 def test_a_prompt_that_has_waited_for_long_computes_its_blocks() -> None:
-    from baton.kvtransfer.connector.disk_loads import DiskLoads
+    from baton.kvtransfer.connector.tiers.disk_loads import DiskLoads
 
     table = Table()
     keys = on_disk(table, 8)
@@ -222,7 +222,7 @@ def test_a_prompt_that_has_waited_for_long_computes_its_blocks() -> None:
 
 def test_a_long_prompt_is_loaded_in_many_parts() -> None:
     """Places become free one by one."""
-    from baton.kvtransfer.connector.disk_loads import DiskLoads
+    from baton.kvtransfer.connector.tiers.disk_loads import DiskLoads
 
     table = Table()
     keys = on_disk(table, 12)
@@ -237,7 +237,7 @@ def test_a_long_prompt_is_loaded_in_many_parts() -> None:
 
 def test_a_prompt_does_not_load_the_same_blocks_again_and_again() -> None:
     """Host memory evicts them before the prompt can run."""
-    from baton.kvtransfer.connector.disk_loads import DiskLoads
+    from baton.kvtransfer.connector.tiers.disk_loads import DiskLoads
 
     table = Table()
     keys = on_disk(table, 4)
@@ -296,7 +296,7 @@ def test_chosen_blocks_are_deleted() -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_every_policy_of_eviction_lists_its_blocks(policy: str) -> None:
-    from baton.kvtransfer.connector.host_memory import HostBlocks
+    from baton.kvtransfer.connector.tiers.host_memory import HostBlocks
 
     table = Table(0)
     table.blocks = HostBlocks(NUM_BLOCKS, table.reports, None, policy)
@@ -310,7 +310,7 @@ def test_every_policy_of_eviction_lists_its_blocks(policy: str) -> None:
 
 
 def test_a_vllm_with_other_private_names_is_refused_by_name() -> None:
-    from baton.kvtransfer.connector.host_memory import host_layers
+    from baton.kvtransfer.connector.tiers.host_memory import host_layers
 
     class Renamed:
         """A worker of a vLLM that keeps its memory elsewhere."""
@@ -372,7 +372,7 @@ def test_blocks_on_their_way_to_and_from_disk_are_deleted_too() -> None:
 def test_nothing_is_written_before_the_blocks_of_an_earlier_worker_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds_per_group: int
 ) -> None:
-    from baton.kvtransfer.connector import disk_tier
+    from baton.kvtransfer.connector.tiers import disk_tier
 
     clock = itertools.count(0, seconds_per_group)
     monkeypatch.setattr(disk_directory, "time", SimpleNamespace(monotonic=lambda: next(clock)))
@@ -396,7 +396,7 @@ def test_nothing_is_written_before_the_blocks_of_an_earlier_worker_are_counted(
 
 def test_files_of_another_arrangement_of_the_bytes_are_wrong(tmp_path: Path) -> None:
     """As after a start with another VLLM_KV_CACHE_LAYOUT: every other property is the same."""
-    from baton.kvtransfer.connector import disk_tier
+    from baton.kvtransfer.connector.tiers import disk_tier
 
     directory = DiskDirectory.open(tmp_path, bytes(32), 1)
     extra = disk_tier.disk_options(directory.path, bytes(32), 2**20)
@@ -429,17 +429,17 @@ def _copies() -> Any:
         CanonicalKVCacheTensor,
     )
 
-    from baton.kvtransfer.connector.cpu_copies import CpuCopies
+    from baton.kvtransfer.connector.tiers.cpu_tier_copies import CpuTierCopies
 
     tensor = CanonicalKVCacheTensor(torch.zeros((2, 512), dtype=torch.int8), 512)
-    return CpuCopies(CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, 512)]]), 2)
+    return CpuTierCopies(CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, 512)]]), 2)
 
 
 @pytest.mark.parametrize("hung", [Load, Write])
 def test_a_deletion_does_not_wait_for_a_disk_that_hangs(hung: type) -> None:
-    from baton.kvtransfer.connector.cache_drops import CacheDrops
     from baton.kvtransfer.connector.request_params import DropOrder, encode
     from baton.kvtransfer.connector.step_report import Dropped, StepReport
+    from baton.kvtransfer.connector.tiers.cache_drops import CacheDrops
 
     table = Table()
     assert table.disk is not None

@@ -9,7 +9,7 @@ import ctypes
 
 import torch
 
-from baton.kvtransfer.connector.rank_half import allow_matrix_unit
+from baton.kvtransfer.connector.handoffs.rank_handoffs import allow_matrix_unit
 
 SYS_arch_prctl, ARCH_GET_XCOMP_PERM, AMX = 158, 0x1022, 1 << 18
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.kvtransfer.connector.handoff_step import Part, Save
+from baton.kvtransfer.connector.handoffs.handoff_step import Part, Save
 from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.handoff_orders import SendHandoff
 from baton.kvtransfer.layout import KvLayout
@@ -43,7 +43,7 @@ class _Send:
 
 
 class Sends:
-    """The requests that hand over their KV cache; the scheduler's half owns this object.
+    """The requests that hand over their KV cache; HandoffScheduler owns this object.
 
     Args:
         port: The scheduler's connection to the transfer service.

@@ -8,15 +8,15 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, LoadReport, Part
-from baton.kvtransfer.connector.kept_prefixes import KeptPrefixes
-from baton.kvtransfer.connector.receives import Receive, Receives
+from baton.kvtransfer.connector.handoffs.handoff_step import HandoffStep, Load, LoadReport, Part
+from baton.kvtransfer.connector.handoffs.kept_prefixes import KeptPrefixes
+from baton.kvtransfer.connector.handoffs.receives import Receive, Receives
+from baton.kvtransfer.connector.handoffs.sends import Sends
+from baton.kvtransfer.connector.handoffs.unverified import UnverifiedBlocks
+from baton.kvtransfer.connector.handoffs.wrong_blocks import WrongBlocks
 from baton.kvtransfer.connector.request_params import RequestParams
-from baton.kvtransfer.connector.sends import Sends
 from baton.kvtransfer.connector.step_report import StepReport
 from baton.kvtransfer.connector.step_work import StepCounter, StepWork
-from baton.kvtransfer.connector.unverified import UnverifiedBlocks
-from baton.kvtransfer.connector.wrong_blocks import WrongBlocks
 from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.kv_groups import NULL_BLOCK
@@ -51,7 +51,7 @@ class _Unfinished:
     releases: dict[bytes, kv_transfer_pb2.RefusalReason.ValueType]
 
 
-class SchedulerHalf:
+class HandoffScheduler:
     """Decides which blocks are saved for handoffs and loaded from them, and in which step.
 
     vLLM's scheduler calls it through the connector, one method at a time.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
-from baton.kvtransfer.connector.host_memory import HostBlocks
+from baton.kvtransfer.connector.tiers.host_memory import HostBlocks
 from baton.kvtransfer.disk.index import TIMEOUT_S
 
 # Most times that one prompt loads a block again, which host memory has evicted before the prompt

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from baton.kvtransfer.arena import MADV_POPULATE_WRITE
-from baton.kvtransfer.connector.block_copies import BlockCopies, LayerRun, LayerRuns, Run
-from baton.kvtransfer.connector.notifier import Copy
-from baton.kvtransfer.connector.paged_cache import PagedCache
+from baton.kvtransfer.connector.handoffs.block_copies import BlockCopies, LayerRun, LayerRuns, Run
+from baton.kvtransfer.connector.handoffs.notifier import Copy
+from baton.kvtransfer.connector.handoffs.paged_cache import PagedCache
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES
 from baton.kvtransfer.head_ranges import HeadRange
 
@@ -33,7 +33,7 @@ def neighbours(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             begin = index
 
 
-class HostCopies(BlockCopies):
+class CpuDeviceCopies(BlockCopies):
     """Plain memory copies.
 
     Blocks that are contiguous in memory are copied by address: in a fragmented cache each block is

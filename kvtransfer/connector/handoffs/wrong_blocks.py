@@ -7,7 +7,7 @@ from typing import Any
 
 
 class WrongBlocks:
-    """Remembers blocks of wrong content until a step can clear them; the scheduler's half owns it.
+    """Remembers blocks of wrong content until a step can clear them; HandoffScheduler owns it.
 
     Wrong content may be NaN. Attention kernels multiply the positions after a block's last token
     by zero, and NaN times zero is NaN, so such a block would spoil the next request that gets it.
@@ -30,7 +30,7 @@ class WrongBlocks:
     def release_free(self) -> None:
         """Marks the remembered blocks that are free now; the next step clears them.
 
-        The scheduler's half calls this after each step's output was processed. There the engine
+        HandoffScheduler calls this after each step's output was processed. There the engine
         frees the blocks of requests whose load has failed (never while a step of such a request
         runs: Scheduler.defer_block_free of vllm/v1/core/sched/scheduler.py), so no request has got
         a block before this sees it. A block that another request still holds waits until it is

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 
-from baton.kvtransfer.connector.cached_blocks import CachedBlocks
-from baton.kvtransfer.connector.host_tier import HostTier
+from baton.kvtransfer.connector.handoffs.handoff_scheduler import HandoffScheduler
 from baton.kvtransfer.connector.request_params import RequestParams
-from baton.kvtransfer.connector.scheduler_half import SchedulerHalf
 from baton.kvtransfer.connector.step_report import Dropped, StepReport
+from baton.kvtransfer.connector.tiers.cached_blocks import CachedBlocks
+from baton.kvtransfer.connector.tiers.host_tier import HostTier
 from baton.kvtransfer.disk.orders import BlockSelection
 
 if TYPE_CHECKING:
@@ -61,15 +61,19 @@ class CacheDrops:
 
     Args:
         cached: Knows the owners of blocks.
-        half: Clears blocks of the device.
+        handoffs: Clears blocks of the device.
         host: Host memory, with the disk below it; None: there is none.
         num_ranks: Number of ranks.
     """
 
     def __init__(
-        self, cached: CachedBlocks, half: SchedulerHalf, host: HostTier | None, num_ranks: int
+        self,
+        cached: CachedBlocks,
+        handoffs: HandoffScheduler,
+        host: HostTier | None,
+        num_ranks: int,
     ) -> None:
-        self._cached, self._half, self._host = cached, half, host
+        self._cached, self._handoffs, self._host = cached, handoffs, host
         self._num_ranks = num_ranks
         self._drops: dict[int, _Drop] = {}
 
@@ -105,7 +109,7 @@ class CacheDrops:
             if self._cached.is_selected(name, selection):
                 found.add(block.block_id)
         manager.evict_blocks(found)
-        self._half.clear(found | unnamed)
+        self._handoffs.clear(found | unnamed)
         return len(found)
 
     @property

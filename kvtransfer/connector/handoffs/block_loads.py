@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.kvtransfer.connector.block_copies import BlockCopies, LayerRun, Run
-from baton.kvtransfer.connector.handoff_step import Part
-from baton.kvtransfer.connector.notifier import Copy
+from baton.kvtransfer.connector.handoffs.block_copies import BlockCopies, LayerRun, Run
+from baton.kvtransfer.connector.handoffs.handoff_step import Part
+from baton.kvtransfer.connector.handoffs.notifier import Copy
 from baton.kvtransfer.control import Claim, checksum
 from baton.kvtransfer.head_ranges import HeadRange
 from baton.kvtransfer.layout import KvLayout

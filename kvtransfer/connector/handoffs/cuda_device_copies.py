@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from baton.kvtransfer.connector.block_copies import BlockCopies, LayerRun, LayerRuns
-from baton.kvtransfer.connector.notifier import Copy
-from baton.kvtransfer.connector.paged_cache import PagedCache
+from baton.kvtransfer.connector.handoffs.block_copies import BlockCopies, LayerRun, LayerRuns
+from baton.kvtransfer.connector.handoffs.notifier import Copy
+from baton.kvtransfer.connector.handoffs.paged_cache import PagedCache
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES
 
 # Largest copy. Launching one takes the host about as long as the bus needs for 8 MiB, so frames are
@@ -92,7 +92,7 @@ class _Bouncing:
             self._slot.left.set()
 
 
-class CudaCopies(BlockCopies):
+class CudaDeviceCopies(BlockCopies):
     """Copies over the bus between a GPU and staging.
 
     Staging is pinned (cudaHostRegister), so that the bus reads and writes it directly. If pinning

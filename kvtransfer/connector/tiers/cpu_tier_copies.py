@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from baton.kvtransfer.connector.memory_ahead import MemoryAhead
+from baton.kvtransfer.connector.tiers.memory_ahead import MemoryAhead
 
 # Most bytes that a short step copies: 1 or 2 ms. A step without streams and prompts delays no
 # token.
@@ -75,7 +75,7 @@ class _Job:
     seconds: float = 0.0
 
 
-class CpuCopies(OffloadingWorker):
+class CpuTierCopies(OffloadingWorker):
     """One rank's copies, in the order in which they were given.
 
     The operating system provides the memory as far as it is used, and a little ahead.

@@ -28,7 +28,7 @@ class Copies:
             CanonicalKVCacheTensor,
         )
 
-        from baton.kvtransfer.connector.cpu_copies import CpuCopies
+        from baton.kvtransfer.connector.tiers.cpu_tier_copies import CpuTierCopies
 
         self.cache = [
             torch.randint(-128, 128, (NUM_BLOCKS, PAGE_BYTES), dtype=torch.int8)
@@ -36,7 +36,7 @@ class Copies:
         ]
         refs = [CanonicalKVCacheRef(layer, PAGE_BYTES) for layer in range(LAYERS)]
         tensors = [CanonicalKVCacheTensor(one, PAGE_BYTES) for one in self.cache]
-        self.worker = CpuCopies(CanonicalKVCaches(tensors, [refs]), NUM_BLOCKS)
+        self.worker = CpuTierCopies(CanonicalKVCaches(tensors, [refs]), NUM_BLOCKS)
         self.before = [one.clone().numpy() for one in self.cache]
         self.made.append(self)
 
@@ -101,7 +101,7 @@ def test_short_copies_end_in_their_step_and_share_its_bytes() -> None:
 
 
 def test_a_step_without_streams_copies_more() -> None:
-    from baton.kvtransfer.connector.cpu_copies import step_bytes
+    from baton.kvtransfer.connector.tiers.cpu_tier_copies import step_bytes
 
     copies = Copies()
     copies.worker.most_bytes = step_bytes(0.0, is_idle=True)
@@ -112,13 +112,13 @@ def test_a_step_without_streams_copies_more() -> None:
 
 @pytest.mark.parametrize(("step_s", "num_blocks"), [(0.01, PER_STEP), (0.1, 20), (1.0, 200)])
 def test_a_step_that_takes_longer_copies_more(step_s: float, num_blocks: int) -> None:
-    from baton.kvtransfer.connector.cpu_copies import step_bytes
+    from baton.kvtransfer.connector.tiers.cpu_tier_copies import step_bytes
 
     assert step_bytes(step_s, is_idle=False) == num_blocks * LAYERS * PAGE_BYTES
 
 
 def test_a_load_that_a_stream_waits_for_gets_all_the_time_that_the_step_has_left() -> None:
-    from baton.kvtransfer.connector.cpu_copies import COPIED_BYTES_PER_S, stream_bytes
+    from baton.kvtransfer.connector.tiers.cpu_tier_copies import COPIED_BYTES_PER_S, stream_bytes
 
     left = stream_bytes(0.02, 0.05)
     assert left == pytest.approx(0.03 * COPIED_BYTES_PER_S, abs=1)

@@ -29,8 +29,8 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-from baton.kvtransfer.connector.cached_blocks import CachedBlocks, Name
-from baton.kvtransfer.connector.cpu_copies import CpuCopies
+from baton.kvtransfer.connector.tiers.cached_blocks import CachedBlocks, Name
+from baton.kvtransfer.connector.tiers.cpu_tier_copies import CpuTierCopies
 from baton.kvtransfer.connector.vllm_names import missing_attributes, require
 from baton.kvtransfer.disk.index import DiskIndex
 from baton.kvtransfer.disk.orders import BlockName, BlockSelection, DiskReport
@@ -314,7 +314,7 @@ class HostMemory(CPUOffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if current_platform.is_cpu():
-            return CpuCopies(kv_caches, self.num_chunks)
+            return CpuTierCopies(kv_caches, self.num_chunks)
         return super().get_worker(kv_caches)
 
 
@@ -324,7 +324,7 @@ def host_layers(worker: OffloadingWorker) -> list[npt.NDArray[np.int8]]:
     Raises:
         ValueError: The installed vLLM keeps it under another name.
     """
-    if isinstance(worker, CpuCopies):
+    if isinstance(worker, CpuTierCopies):
         return worker.memory
     if getattr(getattr(worker, "_store_handler", None), "dst_tensors", None) is None:
         require_names([f"{type(worker).__name__}._store_handler.dst_tensors"])

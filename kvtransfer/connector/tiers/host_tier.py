@@ -40,12 +40,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpec
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.request import RequestStatus
 
-from baton.kvtransfer.connector.cached_blocks import CachedBlocks
-from baton.kvtransfer.connector.disk_loads import DiskLoads
-from baton.kvtransfer.connector.disk_tier import DiskTier
-from baton.kvtransfer.connector.host_memory import HostBlocks, HostMemory, require_names
-from baton.kvtransfer.connector.load_counts import LoadCounts
 from baton.kvtransfer.connector.step_report import HostLoad, StepReport
+from baton.kvtransfer.connector.tiers.cached_blocks import CachedBlocks
+from baton.kvtransfer.connector.tiers.disk_loads import DiskLoads
+from baton.kvtransfer.connector.tiers.disk_tier import DiskTier
+from baton.kvtransfer.connector.tiers.host_memory import HostBlocks, HostMemory, require_names
+from baton.kvtransfer.connector.tiers.load_counts import LoadCounts
 from baton.kvtransfer.connector.vllm_names import missing_attributes, missing_members
 from baton.kvtransfer.disk.orders import BlockSelection, DiskReport, Order
 
@@ -80,7 +80,7 @@ _FIELDS: dict[type, tuple[str, ...]] = {
     TransferStats: ("load",),
     DirectionalTransferStats: ("bytes", "time"),
 }
-# Attributes of vLLM's half beside the scheduler that HostTier uses.
+# Attributes of vLLM's OffloadingConnectorScheduler that HostTier uses.
 _ATTRIBUTES = ("_jobs", "_req_status", "_current_batch_allocated_block_ids")
 
 
@@ -116,11 +116,11 @@ def _memory(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> HostMemo
 
 
 class HostTier:
-    """The scheduler's half: decides which blocks each step stores and loads.
+    """Runs beside vLLM's scheduler: decides which blocks each step stores and loads.
 
     Args:
         memory: Description of the host memory.
-        scheduler: vLLM's half beside the scheduler.
+        scheduler: vLLM's part beside its scheduler.
         num_replicas: Number of ranks that hold the same keys and values.
         disk: The tier below; None: there is none.
     """
@@ -320,7 +320,7 @@ class HostTier:
         """Adds the loads since the last step, and the changes of the disk."""
         report.host_loads, self._loads = self._loads, {}
         report.tier_loads = self._counts.take()
-        # vLLM's half collects figures until they are taken.
+        # vLLM's OffloadingConnectorScheduler collects figures until they are taken.
         self._scheduler.get_stats()
         if self._disk is not None:
             self._disk.add_to(report)
@@ -352,10 +352,10 @@ def _missing(scheduler: OffloadingConnectorScheduler) -> list[str]:
     ]
 
 
-def make_rank_half(
+def make_host_tier_worker(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> OffloadingConnectorWorker | None:
-    """Returns the rank's half, which copies; None if the tier is off or its memory is too small."""
+    """Returns vLLM's copier of one rank; None if the tier is off or its memory is too small."""
     memory = _memory(vllm_config, kv_cache_config)
     if memory is None:
         return None

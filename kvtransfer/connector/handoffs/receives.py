@@ -48,7 +48,7 @@ class Receive:
 
 
 class Receives:
-    """The requests that wait for handoffs; the scheduler's half owns this object.
+    """The requests that wait for handoffs; HandoffScheduler owns this object.
 
     Args:
         port: The scheduler's connection to the transfer service.

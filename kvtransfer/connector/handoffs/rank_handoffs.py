@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from baton.kvtransfer.connector.block_copies import BlockCopies, LayerRuns, Run
-from baton.kvtransfer.connector.cuda_copies import CudaCopies
-from baton.kvtransfer.connector.handoff_step import HandoffStep, LoadReport, Save
-from baton.kvtransfer.connector.host_copies import HostCopies
-from baton.kvtransfer.connector.notifier import Notifier, NotifierThread, StagedFrame
-from baton.kvtransfer.connector.paged_cache import PagedCache
-from baton.kvtransfer.connector.rank_loads import RankLoads
+from baton.kvtransfer.connector.handoffs.block_copies import BlockCopies, LayerRuns, Run
+from baton.kvtransfer.connector.handoffs.cpu_device_copies import CpuDeviceCopies
+from baton.kvtransfer.connector.handoffs.cuda_device_copies import CudaDeviceCopies
+from baton.kvtransfer.connector.handoffs.handoff_step import HandoffStep, LoadReport, Save
+from baton.kvtransfer.connector.handoffs.notifier import Notifier, NotifierThread, StagedFrame
+from baton.kvtransfer.connector.handoffs.paged_cache import PagedCache
+from baton.kvtransfer.connector.handoffs.rank_loads import RankLoads
 from baton.kvtransfer.control import EnginePort, split_blocks
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.pipeline_stages import PipelineStage
@@ -40,9 +40,9 @@ def open_copies(cache: PagedCache, staging: torch.Tensor) -> BlockCopies:
         ValueError: Baton cannot copy from this kind of device.
     """
     if cache.device.type == "cpu":
-        return HostCopies(cache, staging)
+        return CpuDeviceCopies(cache, staging)
     if cache.device.type == "cuda":
-        return CudaCopies(cache, staging)
+        return CudaDeviceCopies(cache, staging)
     raise ValueError(f"the cache is on {cache.device}; Baton hands over from CPUs and CUDA GPUs")
 
 
@@ -82,8 +82,8 @@ class _NextGather:
     num_bytes: int = 0
 
 
-class RankHalf:
-    """Carries out the step orders of the scheduler's half in one rank; the connector owns it.
+class RankHandoffs:
+    """Carries out HandoffScheduler's orders in one rank; the connector owns it.
 
     Args:
         socket_path: Control socket of the transfer service.

@@ -15,9 +15,9 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from baton.kvtransfer.connector.block_copies import BlockCopies
-from baton.kvtransfer.connector.block_loads import Check, copy_in, holds
-from baton.kvtransfer.connector.handoff_step import Load, LoadReport
+from baton.kvtransfer.connector.handoffs.block_copies import BlockCopies
+from baton.kvtransfer.connector.handoffs.block_loads import Check, copy_in, holds
+from baton.kvtransfer.connector.handoffs.handoff_step import Load, LoadReport
 from baton.kvtransfer.control import Claim, EnginePort, PendingClaim
 from baton.kvtransfer.head_ranges import HeadRange, head_ranges, sources
 from baton.kvtransfer.layout import KvLayout

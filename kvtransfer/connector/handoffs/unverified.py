@@ -25,7 +25,7 @@ class _Filling(NamedTuple):
 class UnverifiedBlocks:
     """Tracks blocks that loads fill, and blocks computed from them, until the loads' steps end.
 
-    vLLM may make a step while another one runs, and ends steps in order. The scheduler's half owns
+    vLLM may make a step while another one runs, and ends steps in order. HandoffScheduler owns
     this object.
 
     Args:

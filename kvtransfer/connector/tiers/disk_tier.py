@@ -17,8 +17,13 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import OffloadingWorker
 
-from baton.kvtransfer.connector.host_memory import HostBlocks, HostMemory, host_layers, host_pages
 from baton.kvtransfer.connector.step_report import StepReport
+from baton.kvtransfer.connector.tiers.host_memory import (
+    HostBlocks,
+    HostMemory,
+    host_layers,
+    host_pages,
+)
 from baton.kvtransfer.disk.directory import rank_directory, scan
 from baton.kvtransfer.disk.index import DiskIndex
 from baton.kvtransfer.disk.orders import BlockName, Order
@@ -64,7 +69,7 @@ def most_blocks(disk_bytes: int, payload_bytes: int, num_ranks: int) -> int:
 
 
 class DiskTier:
-    """The scheduler's half: the index, and the search for blocks of an earlier worker.
+    """Runs beside vLLM's scheduler: the index, and the search for blocks of an earlier worker.
 
     Attributes:
         index: The blocks on disk.
@@ -157,12 +162,12 @@ def _tell_slow_search(num_found: int) -> None:
 def make_rank_disk(
     extra: Mapping[str, Any], rank: int, worker: OffloadingWorker, layout: str
 ) -> RankDisk | None:
-    """Returns the rank's half; None if the tier is off.
+    """Returns the disk of one rank; None if the tier is off.
 
     Args:
         extra: kv_connector_extra_config.
         rank: Tensor-parallel rank.
-        worker: vLLM's half in the rank, with its host memory.
+        worker: vLLM's copier in the rank, with its host memory.
         layout: Arrangement of the bytes of a block (paged_cache.page_layout).
     """
     if (options := extra.get(DISK)) is None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.kvtransfer.connector.notifier import Copy
+from baton.kvtransfer.connector.handoffs.notifier import Copy
 from baton.kvtransfer.head_ranges import HeadRange
 
 

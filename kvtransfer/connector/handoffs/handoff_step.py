@@ -1,4 +1,4 @@
-"""The work of one engine step for handoffs: the scheduler's half decides it, the ranks do it."""
+"""The work of one engine step for handoffs: HandoffScheduler decides it, the ranks do it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Load:
 
 @dataclass(slots=True)
 class HandoffStep:
-    """The scheduler half's orders to the ranks for one step.
+    """HandoffScheduler's orders to the ranks for one step.
 
     Attributes:
         saves: Blocks to copy into staging.

@@ -126,7 +126,7 @@ class Notifier:
     def abort(self, handoff_id: bytes) -> None:
         """Aborts an incomplete handoff that every rank stops writing.
 
-        The service frees the staging soon, so only the scheduler's half may order this: it stops
+        The service frees the staging soon, so only HandoffScheduler may order this: it stops
         all ranks. All earlier frames of this rank have been sent. The abort is sent before the
         rank's last frame, which the service would otherwise take for a commit.
         """

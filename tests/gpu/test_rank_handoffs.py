@@ -10,10 +10,10 @@ import threading
 import pytest
 import torch
 
-from baton.kvtransfer.connector import rank_half
-from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, Part, Save
-from baton.kvtransfer.connector.host_copies import HostCopies
-from baton.kvtransfer.connector.rank_half import RankHalf
+from baton.kvtransfer.connector.handoffs import rank_handoffs
+from baton.kvtransfer.connector.handoffs.cpu_device_copies import CpuDeviceCopies
+from baton.kvtransfer.connector.handoffs.handoff_step import HandoffStep, Load, Part, Save
+from baton.kvtransfer.connector.handoffs.rank_handoffs import RankHandoffs
 from baton.kvtransfer.control import EnginePort, TransferClient
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.config import KvTransferConfig
@@ -42,7 +42,7 @@ class Worker:
     def __init__(self, client, device, order, rank=0, layout=LAYOUT):
         self.client = client
         self.port = EnginePort(client.socket_path)
-        self.rank = RankHalf(client.socket_path, self.port, rank, layout)
+        self.rank = RankHandoffs(client.socket_path, self.port, rank, layout)
         shape = (BLOCKS, HEADS, TOKENS, CONTENT)
         memory = torch.zeros([shape[axis] for axis in order], dtype=torch.bfloat16, device=device)
         back = [order.index(axis) for axis in range(4)]
@@ -79,7 +79,7 @@ class Worker:
         invalid = self.rank.take_invalid_block_ids()
         self.failed = self.rank.take_report().failed
         for load in loads if releases else ():
-            # The scheduler's half does this when the step has ended.
+            # HandoffScheduler does this when the step has ended.
             self.port.release(load.handoff_id, all_shards=True)
         return invalid
 
@@ -102,7 +102,7 @@ async def start_workers(tmp_path, device):
     return started
 
 
-class Joined(HostCopies):
+class Joined(CpuDeviceCopies):
     """Copies that take several layers at a time, and five blocks, as those of a GPU do."""
 
     finishes_at_once = False
@@ -116,7 +116,7 @@ class Joined(HostCopies):
 async def workers(request, tmp_path, monkeypatch):
     device = request.param
     if device == "joined":
-        monkeypatch.setattr(rank_half, "open_copies", Joined)
+        monkeypatch.setattr(rank_handoffs, "open_copies", Joined)
         device = "cpu"
     started = await start_workers(tmp_path, device)
     yield started
@@ -326,8 +326,8 @@ def stalling(rank, monkeypatch, *calls):
     monkeypatch.setattr(rank._copies, "gather", gather_or_stall)
 
 
-class TwoSlots(HostCopies):
-    """Copies through two pinned buffers, as CudaCopies makes them if staging cannot be pinned."""
+class TwoSlots(CpuDeviceCopies):
+    """Copies through two pinned buffers, as for a GPU whose staging cannot be pinned."""
 
     finishes_at_once = False
     gathers_wait = True
@@ -348,7 +348,7 @@ class TwoSlots(HostCopies):
 
 @pytest.fixture
 async def bouncing_workers(tmp_path, monkeypatch):
-    monkeypatch.setattr(rank_half, "open_copies", TwoSlots)
+    monkeypatch.setattr(rank_handoffs, "open_copies", TwoSlots)
     started = await start_workers(tmp_path, "cpu")
     yield started
     for worker in started:
