@@ -30,6 +30,17 @@ class StepWork(NamedTuple):
     num_kv_tokens: int
 
 
+def num_computed_tokens(output: Any) -> dict[str, int]:
+    """Returns for each request of a step how many of its tokens are computed or loaded before.
+
+    Args:
+        output: vLLM's SchedulerOutput.
+    """
+    cached = output.scheduled_cached_reqs
+    computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    return computed | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+
+
 class StepCounter:
     """Counts steps in the order in which they are scheduled."""
 
@@ -42,12 +53,9 @@ class StepCounter:
         """Returns a step's work from vLLM's SchedulerOutput; None if it computes nothing."""
         if not output.num_scheduled_tokens:
             return None
-        cached = output.scheduled_cached_reqs
-        started = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        for request_id in cached.resumed_req_ids:
-            started[request_id] = computed[request_id]
-        computed |= started
+        computed = num_computed_tokens(output)
+        started = {new.req_id for new in output.scheduled_new_reqs}
+        started.update(output.scheduled_cached_reqs.resumed_req_ids)
         chunks: list[PrefillChunk] = []
         num_decodes = num_kv_tokens = 0
         for request_id, num_tokens in output.num_scheduled_tokens.items():

@@ -105,6 +105,7 @@ def as_scheduled(requests, *, preempted=(), most_tokens=1000):
             for one in requests
         ],
         scheduled_spec_decode_tokens={},
+        kv_cache_block_copies=None,
         kv_connector_block_state=SimpleNamespace(
             get_block_ids={
                 one.request_id: ([block.block_id for block in one.blocks],) for one in requests

@@ -245,6 +245,7 @@ class Engine:
                 SimpleNamespace(req_id=request.request_id, num_computed_tokens=request.num_computed)
             ],
             scheduled_spec_decode_tokens={},
+            kv_cache_block_copies=None,
             kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: tuple(request.tables)),
         )
         work = self.half.step(output)

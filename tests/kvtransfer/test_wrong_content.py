@@ -1,11 +1,27 @@
 """Wrong bytes in blocks reach no other request and no other worker."""
 
-import pytest
-from driven_engine import as_scheduled, engine_with
-from small_engine import SIZE, Request
+import dataclasses
+from types import SimpleNamespace
 
+import pytest
+import torch
+from driven_engine import as_scheduled, engine_with
+from small_engine import LAYOUT, NUM_BLOCKS, SIZE, TOKEN_BYTES, Pool, Request, Service
+
+from baton.kvtransfer.connector.handoffs.handoff_scheduler import HandoffScheduler
+from baton.kvtransfer.connector.handoffs.rank_handoffs import RankHandoffs
 from baton.kvtransfer.connector.request_params import encode
 from baton.kvtransfer.handoff_orders import SendHandoff
+from baton.runtime.kv_groups import KvGroup
+
+BLOCK_BYTES = SIZE * TOKEN_BYTES
+# Layers that keep every token, and layers with a recurrent state.
+WITH_STATES = dataclasses.replace(LAYOUT, tp_size=1, num_replicas=1).with_groups(
+    [
+        KvGroup("full", 1, 1, SIZE, BLOCK_BYTES),
+        KvGroup("state", 1, 1, SIZE, BLOCK_BYTES, table=1),
+    ]
+)
 
 
 @pytest.mark.parametrize("verifies_late", [False, True])
@@ -86,3 +102,86 @@ def test_a_wrong_load_in_a_step_scheduled_ahead_is_found_with_its_output():
     engine.run_step([("submit", coming)], ahead=True)
     assert coming.request not in engine.running
     engine.end_all()
+
+
+class StatesEngine:
+    """The scheduler and one rank of an engine whose model has states.
+
+    Attributes:
+        caches: The rank's caches of the layer with attention and of the one with states.
+    """
+
+    def __init__(self):
+        service, self.pool = Service(), Pool()
+        self.half = HandoffScheduler(service, WITH_STATES)
+        self.half.bind(self.pool)
+        self.rank = RankHandoffs("", service, 0, WITH_STATES)
+        self.caches = [
+            torch.full((NUM_BLOCKS, 1, tokens, BLOCK_BYTES // tokens), 7, dtype=torch.uint8)
+            for tokens in (SIZE, 1)
+        ]
+        self.rank.register({str(layer): cache for layer, cache in enumerate(self.caches)})
+
+    def step(self, running=(), early=()):
+        """Makes a step.
+
+        Args:
+            running: Its requests, each with its attention blocks and its states.
+            early: Blocks that vLLM fills with ones before the connector gets its orders.
+        """
+        output = as_scheduled([request for request, _ in running])
+        output.kv_cache_block_copies = [
+            SimpleNamespace(dst_block_id=block.block_id)
+            for block in early
+            if not any(block in states for _, (_, states) in running)
+        ]
+        tables = {
+            request.request_id: tuple([block.block_id for block in ids] for ids in blocks)
+            for request, blocks in running
+        }
+        output.kv_connector_block_state = SimpleNamespace(get_block_ids=tables.__getitem__)
+        orders = self.half.step(output)
+        for block in early:
+            for cache in self.caches:
+                cache[block.block_id] = 1
+        self.rank.begin_step(orders)
+        self.half.finish_step()
+
+    def values(self, block):
+        """Returns the values in a block."""
+        return {one for cache in self.caches for one in cache[block.block_id].unique().tolist()}
+
+
+@pytest.mark.parametrize("kind", ["state", "copy of a shared block"])
+def test_a_wrong_block_that_vllm_fills_before_the_connector_is_cleared_when_it_is_free(kind):
+    engine = StatesEngine()
+    blocks = engine.pool.get_new_blocks(3)
+    engine.pool.free_blocks(blocks)
+    engine.half.clear([block.block_id for block in blocks])
+    filled, other = engine.pool.get_new_blocks(2)
+    [free] = set(blocks) - {filled, other}
+    tables = ([other], [filled]) if kind == "state" else ([other, filled], [])
+    engine.step([(Request("runs", [1, 2], {}, num_computed=1), tables)], early=[filled])
+    assert [engine.values(block) for block in (filled, other, free)] == [{1}, {0}, {0}]
+    # The request still holds the block.
+    assert engine.half.is_clearing
+    engine.step([(Request("runs", [1, 2, 3], {}, num_computed=2), tables)])
+    assert engine.values(filled) == {1}
+    engine.pool.free_blocks([filled, other])
+    # The engine frees blocks after a step, whose end finds them.
+    engine.step()
+    assert engine.half.is_clearing
+    engine.step()
+    assert engine.values(filled) == {0}
+    assert not engine.half.is_clearing
+
+
+def test_a_wrong_block_is_cleared_for_a_request_without_a_state():
+    engine = StatesEngine()
+    state, other = blocks = engine.pool.get_new_blocks(2)
+    engine.pool.free_blocks(blocks)
+    engine.half.clear([block.block_id for block in blocks])
+    assert set(engine.pool.get_new_blocks(2)) == {state, other}
+    engine.step([(Request("begins", [1, 2], {}), ([other], [state]))])
+    assert engine.values(state) == engine.values(other) == {0}
+    assert not engine.half.is_clearing

@@ -111,9 +111,14 @@ class Side:
     async def committed(self, handoff_id: bytes) -> None:
         await self._commit(handoff_id).wait()
 
+    def outputs(self, request_id: str) -> asyncio.Queue[EngineOutput]:
+        """Returns the queue of the outputs of a request that is submitted next."""
+        outputs = self._outputs[request_id] = asyncio.Queue()
+        return outputs
+
     async def finish(self, request: EngineRequest) -> tuple[list[int], EngineOutput]:
         """Submits a request; returns its tokens and its first output."""
-        outputs = self._outputs[request.request_id] = asyncio.Queue()
+        outputs = self.outputs(request.request_id)
         await self.engine.submit(request)
         first = output = await outputs.get()
         tokens = list(first.token_ids)
@@ -131,7 +136,7 @@ class Side:
         Returns:
             Its tokens and its first output.
         """
-        outputs = self._outputs[request.request_id] = asyncio.Queue()
+        outputs = self.outputs(request.request_id)
         await self.engine.submit(request)
         first = output = await outputs.get()
         tokens = list(first.token_ids)

@@ -262,6 +262,19 @@ async def answered_alone(one: Side, case: cases.Case) -> list[int]:
     return (await one.finish(request))[0]
 
 
+async def answered_beside_drops(one: Side, case: cases.Case) -> list[int]:
+    """Returns the answer of an engine whose whole cache is deleted with each of its tokens."""
+    sampling = common_pb2.SamplingParams(**case["sampling"])
+    outputs = one.outputs(f"{case['name']}-dropped")
+    await one.engine.submit(EngineRequest(f"{case['name']}-dropped", case["prompt"], sampling))
+    tokens: list[int] = []
+    async with asyncio.TaskGroup() as group:
+        while len(tokens) < sampling.max_tokens:
+            tokens += (await outputs.get()).token_ids
+            group.create_task(one.engine.drop_cache(None))
+    return tokens
+
+
 def announced_block_size(model: str) -> int:
     """Returns the fingerprint's block size for attention with 64 tokens only, like FlashMLA."""
     config = vllm_config.RefusingEngineArgs(model=model).create_engine_config()
@@ -302,7 +315,10 @@ async def run(name: str, ranks: list[int], given: dict[str, Any]) -> dict[str, A
         made["recovered"] = [await recovered(prefill, decode, case) for case in given["lost"]]
         alone = {
             case["name"]: await answered_alone(prefill, case)
-            for case in given["one_by_one"] + given["together"] + given["lost"]
+            for case in given["one_by_one"] + given["together"] + given["lost"] + given["dropped"]
+        }
+        made["dropped"] = {
+            case["name"]: await answered_beside_drops(prefill, case) for case in given["dropped"]
         }
         made["left"] += await left_behind(prefill, decode)
         layout = prefill.info.layout

@@ -54,6 +54,8 @@ LENGTHS = [1, 31, 33, cases.CHUNK + 1, 2 * cases.CHUNK + 5]
 # Prompts around the end of a block, where a state goes to the next block; vLLM makes blocks of 544
 # tokens of this model.
 MORE_LENGTHS = {"recurrent": [543, 544, 545, 900]}
+# Their states move to the next block, of 544 tokens, after some of their output tokens.
+BESIDE_DROPS = {"recurrent": [532, 531, 530]}
 SHARED = cases.prompt(2 * cases.BLOCK_SIZE, 33)
 
 
@@ -85,6 +87,10 @@ def all_cases(model: str) -> dict[str, list[cases.Case]]:
             for n in range(4 if model not in IN_BFLOAT16 else 0)
         ],
         "lost": recoveries(),
+        "dropped": [
+            cases.greedy(f"dropped-{n}", cases.prompt(n, 40), 24, ignore_eos=True)
+            for n in BESIDE_DROPS.get(model, [])
+        ],
     }
 
 
@@ -178,6 +184,14 @@ def test_engines_of_several_ranks_hand_over(made: Made, model: str) -> None:
     for name in ("long", "waits", "seeded", "penalties"):
         assert results[name]["num_loaded"] > 0 or made[model]["has_states"]
         assert results[name]["token_ids"] == made[model]["alone"][name]
+
+
+@pytest.mark.parametrize("model", BESIDE_DROPS)
+def test_a_state_that_moves_while_the_cache_is_deleted_is_kept(made: Made, model: str) -> None:
+    """vLLM copies it into a free block, which the deletion overwrites."""
+    dropped = made[model]["dropped"]
+    assert dropped == {name: made[model]["alone"][name] for name in dropped}
+    assert all(len(tokens) == 24 for tokens in dropped.values())
 
 
 @pytest.mark.proves("prefix reuse", "compared", of="model")

@@ -16,7 +16,7 @@ from baton.kvtransfer.connector.handoffs.unverified import UnverifiedBlocks
 from baton.kvtransfer.connector.handoffs.wrong_blocks import WrongBlocks
 from baton.kvtransfer.connector.request_params import RequestParams
 from baton.kvtransfer.connector.step_report import StepReport
-from baton.kvtransfer.connector.step_work import StepCounter, StepWork
+from baton.kvtransfer.connector.step_work import StepCounter, StepWork, num_computed_tokens
 from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.kv_groups import NULL_BLOCK
@@ -297,6 +297,14 @@ class HandoffScheduler:
         self._wrong.add(block_ids)
         self._wrong.release_free()
 
+    @property
+    def is_clearing(self) -> bool:
+        """Whether blocks given to `clear`, and free since then, are not cleared yet.
+
+        A request may hold such a block: see WrongBlocks.take.
+        """
+        return self._wrong.is_clearing
+
     def _uncache_uncomputed(self, preempted_ids: Collection[str]) -> None:
         """Takes blocks of preempted requests that no step computed out of the prefix cache.
 
@@ -328,7 +336,8 @@ class HandoffScheduler:
         saves = []
         if len(self._sends):
             saves = list(self._sends.saves(output, self._unverified.block_ids()))
-        step = HandoffStep(saves, self._loads, self._sends.take_given_up(), self._wrong.take())
+        cleared = self._wrong.take(self._filled_early(output)) if self._wrong.has_free else []
+        step = HandoffStep(saves, self._loads, self._sends.take_given_up(), cleared)
         work = self._counter.count(output)
         if self._copies_in_steps and any(load.is_stream for load in self._waited.values()):
             # Copies for a stream may take most of the step.
@@ -343,6 +352,27 @@ class HandoffScheduler:
         self._unverified.step_made()
         self._loads, self._releases = [], {}
         return step
+
+    def _filled_early(self, output: SchedulerOutput) -> set[int]:
+        """Returns the blocks that vLLM may fill in a step before the ranks get the step's orders.
+
+        vLLM copies a state to its next block, and a shared block to a private one, before it gives
+        the orders to the connector.
+        """
+        filled = set[int]()
+        if self._layout.has_states:
+            for request_id, num_computed in num_computed_tokens(output).items():
+                if not num_computed:
+                    # The request has no state yet.
+                    continue
+                tables = output.kv_connector_block_state.get_block_ids(request_id)
+                for table, block_ids in zip(self._layout.tables, tables, strict=True):
+                    if table.kind == "state":
+                        filled.update(block_ids)
+            # The ranks load handoffs after they have cleared blocks.
+            filled.difference_update(*(load.block_ids for load in self._loads))
+        filled.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
+        return filled
 
     def latest_step_work(self) -> StepWork | None:
         """Returns the work of the step that was made last.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton.kvtransfer.connector.handoffs.handoff_step import Part, Save
+from baton.kvtransfer.connector.step_work import num_computed_tokens
 from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.handoff_orders import SendHandoff
 from baton.kvtransfer.layout import KvLayout
@@ -112,9 +113,7 @@ class Sends:
             unverified: Blocks whose content may turn out wrong, which the decode worker could not
                 detect. A request with such a block saves nothing in this step.
         """
-        cached = output.scheduled_cached_reqs
-        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed = num_computed_tokens(output)
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             if (send := self._sends.get(request_id)) is None:
                 continue

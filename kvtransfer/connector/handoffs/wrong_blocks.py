@@ -1,4 +1,4 @@
-"""Clears free blocks whose content is wrong before another request can get them."""
+"""Clears free blocks whose content is wrong before another request can read them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ class WrongBlocks:
         self._pool = pool
         # Blocks of wrong content that were not free when `release_free` last looked.
         self._held: set[int] = set()
-        # Free blocks that the next step must clear.
+        # Those of them that were free before, and that no step could clear (see `take`).
+        self._left_out: set[int] = set()
+        # Blocks that the next step must clear. They are free until it is scheduled.
         self._to_clear: list[int] = []
 
     def add(self, block_ids: Collection[int]) -> None:
@@ -40,10 +42,32 @@ class WrongBlocks:
             block = self._pool.blocks[block_id]
             if block.ref_cnt == 0:
                 self._held.remove(block_id)
+                self._left_out.discard(block_id)
                 if block.block_hash is None:
                     self._to_clear.append(block_id)
 
-    def take(self) -> list[int]:
-        """Returns the blocks that the step being made must clear, and forgets them."""
-        block_ids, self._to_clear = self._to_clear, []
+    @property
+    def has_free(self) -> bool:
+        """Whether blocks that were free after the latest step must be cleared."""
+        return bool(self._to_clear)
+
+    @property
+    def is_clearing(self) -> bool:
+        """Whether blocks that have been free since they were added are not cleared yet."""
+        return bool(self._to_clear or self._left_out)
+
+    def take(self, filled: Collection[int] = ()) -> list[int]:
+        """Returns the blocks that the step being made must clear, and forgets them.
+
+        The step is scheduled, so requests may hold some of the blocks. The ranks clear these before
+        the model runs, except the `filled` ones, which are cleared when they are free again.
+
+        Args:
+            filled: Blocks that vLLM fills in this step before the ranks clear any.
+        """
+        block_ids = [block_id for block_id in self._to_clear if block_id not in filled]
+        left_out = set(self._to_clear).intersection(filled)
+        self._held |= left_out
+        self._left_out |= left_out
+        self._to_clear = []
         return block_ids

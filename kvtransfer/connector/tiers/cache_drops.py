@@ -118,10 +118,14 @@ class CacheDrops:
         return bool(self._drops)
 
     def step(self) -> Clearing:
-        """Returns what ranks do first in the step that is made next."""
+        """Returns what ranks do first in the step that is made next.
+
+        Called after HandoffScheduler.step, which takes the device's blocks of that step.
+        """
         # Blocks that were in use may be free only after their order has ended.
         clearing = Clearing(self._host.take_uncleared() if self._host is not None else [])
-        if self._drops and (self._host is None or not self._host.is_deleting):
+        is_deleting = self._host is not None and self._host.is_deleting
+        if self._drops and not is_deleting and not self._handoffs.is_clearing:
             for drop_id, drop in self._drops.items():
                 if not drop.begun:
                     drop.begun = True
