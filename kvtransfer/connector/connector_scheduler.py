@@ -122,7 +122,8 @@ class ConnectorScheduler:
         return made
 
     def has_pending_push_work(self) -> bool:
-        return self._drops.has_work or (self._host is not None and self._host.has_work)
+        is_host_busy = self._host is not None and self._host.has_work
+        return self._drops.has_work or self.handoffs.has_work or is_host_busy
 
     def reset_cache(self) -> None:
         if self._host is not None:

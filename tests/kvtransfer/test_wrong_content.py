@@ -8,6 +8,7 @@ import torch
 from driven_engine import as_scheduled, engine_with
 from small_engine import LAYOUT, NUM_BLOCKS, SIZE, TOKEN_BYTES, Pool, Request, Service
 
+from baton.kvtransfer.connector.handoffs import handoff_scheduler
 from baton.kvtransfer.connector.handoffs.handoff_scheduler import HandoffScheduler
 from baton.kvtransfer.connector.handoffs.rank_handoffs import RankHandoffs
 from baton.kvtransfer.connector.request_params import encode
@@ -151,37 +152,98 @@ class StatesEngine:
         """Returns the values in a block."""
         return {one for cache in self.caches for one in cache[block.block_id].unique().tolist()}
 
+    def free_wrong(self, count):
+        """Returns free blocks of wrong content, and those of them that are not cleared yet."""
+        blocks = self.pool.get_new_blocks(count)
+        self.pool.free_blocks(blocks)
+        return blocks, self.half.clear([block.block_id for block in blocks])
+
 
 @pytest.mark.parametrize("kind", ["state", "copy of a shared block"])
 def test_a_wrong_block_that_vllm_fills_before_the_connector_is_cleared_when_it_is_free(kind):
     engine = StatesEngine()
-    blocks = engine.pool.get_new_blocks(3)
-    engine.pool.free_blocks(blocks)
-    engine.half.clear([block.block_id for block in blocks])
+    blocks, uncleared = engine.free_wrong(3)
     filled, other = engine.pool.get_new_blocks(2)
     [free] = set(blocks) - {filled, other}
     tables = ([other], [filled]) if kind == "state" else ([other, filled], [])
     engine.step([(Request("runs", [1, 2], {}, num_computed=1), tables)], early=[filled])
     assert [engine.values(block) for block in (filled, other, free)] == [{1}, {0}, {0}]
     # The request still holds the block.
-    assert engine.half.is_clearing
     engine.step([(Request("runs", [1, 2, 3], {}, num_computed=2), tables)])
     assert engine.values(filled) == {1}
     engine.pool.free_blocks([filled, other])
     # The engine frees blocks after a step, whose end finds them.
     engine.step()
-    assert engine.half.is_clearing
+    assert uncleared == {filled.block_id}
+    assert engine.half.has_work
     engine.step()
     assert engine.values(filled) == {0}
-    assert not engine.half.is_clearing
+    assert not uncleared
+    assert not engine.half.has_work
 
 
 def test_a_wrong_block_is_cleared_for_a_request_without_a_state():
     engine = StatesEngine()
-    state, other = blocks = engine.pool.get_new_blocks(2)
-    engine.pool.free_blocks(blocks)
-    engine.half.clear([block.block_id for block in blocks])
-    assert set(engine.pool.get_new_blocks(2)) == {state, other}
+    _, uncleared = engine.free_wrong(2)
+    state, other = engine.pool.get_new_blocks(2)
     engine.step([(Request("begins", [1, 2], {}), ([other], [state]))])
     assert engine.values(state) == engine.values(other) == {0}
-    assert not engine.half.is_clearing
+    assert not uncleared
+
+
+def test_a_step_clears_a_bounded_number_of_free_blocks(monkeypatch):
+    """Otherwise all streams would wait until the whole cache is overwritten."""
+    monkeypatch.setattr(handoff_scheduler, "_CLEARED_BYTES", 3 * 2 * BLOCK_BYTES)
+    engine = StatesEngine()
+    blocks, uncleared = engine.free_wrong(10)
+    counts = []
+    while uncleared:
+        assert engine.half.has_work
+        engine.step()
+        counts.append([engine.values(block) for block in blocks].count({0}))
+    assert counts == [3, 6, 9, 10]
+    assert not engine.half.has_work
+
+
+def test_a_step_clears_all_wrong_blocks_that_its_requests_get(monkeypatch):
+    monkeypatch.setattr(handoff_scheduler, "_CLEARED_BYTES", 3 * 2 * BLOCK_BYTES)
+    engine = StatesEngine()
+    blocks, uncleared = engine.free_wrong(NUM_BLOCKS - 1)
+    # Not the blocks whose turn it is.
+    got = blocks[9:14]
+    for block in got:
+        del engine.pool.free[block]
+        block.ref_cnt = 1
+    tables = (got[:-1], got[-1:])
+    engine.step([(Request("begins", [1, 2], {}), tables)])
+    assert all(engine.values(block) == {0} for block in got)
+    assert uncleared == {block.block_id for block in blocks if block not in got}
+
+
+def test_a_deletion_does_not_wait_for_blocks_of_later_ones(monkeypatch):
+    monkeypatch.setattr(handoff_scheduler, "_CLEARED_BYTES", 3 * 2 * BLOCK_BYTES)
+    engine = StatesEngine()
+    last = engine.pool.get_new_blocks(NUM_BLOCKS - 1)[-6:]
+    engine.pool.free_blocks(last)
+    first = engine.half.clear([block.block_id for block in last])
+    others = engine.pool.blocks[1:-6]
+    engine.step()
+    engine.pool.free_blocks(others)
+    everything = [block.block_id for block in engine.pool.blocks[1:]]
+    second = engine.half.clear(everything)
+    assert (len(first), len(second)) == (3, NUM_BLOCKS - 1)
+    engine.step()
+    assert not first
+    assert second == set(everything) - {block.block_id for block in last[3:]}
+
+
+def test_a_large_cache_is_cleared_in_a_bounded_number_of_steps(monkeypatch):
+    monkeypatch.setattr(handoff_scheduler, "_CLEARED_BYTES", 1)
+    monkeypatch.setattr(handoff_scheduler, "_MOST_CLEARING_STEPS", NUM_BLOCKS // 5)
+    engine = StatesEngine()
+    _, uncleared = engine.free_wrong(11)
+    counts = []
+    while uncleared:
+        engine.step()
+        counts.append(len(uncleared))
+    assert counts == [6, 1, 0]

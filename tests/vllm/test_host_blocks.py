@@ -454,7 +454,7 @@ def test_a_deletion_does_not_wait_for_a_disk_that_hangs(hung: type) -> None:
     assert {type(one) for one in orders} == {hung}
     cleared: list[int] = []
     # The device has no blocks.
-    device: Any = SimpleNamespace(clear=lambda _: None, evict_blocks=lambda _: None)
+    device: Any = SimpleNamespace(clear=lambda _: set(), evict_blocks=lambda _: None)
     device.block_pool = SimpleNamespace(blocks=[])
     drops = CacheDrops(table.reports, device, table.host_tier(), num_ranks=1)
     request: Any = SimpleNamespace(kv_transfer_params=encode(drop=DropOrder(7, "search")))
@@ -481,3 +481,39 @@ def test_a_deletion_does_not_wait_for_a_disk_that_hangs(hung: type) -> None:
     table.report([*orders, deletion])
     assert set(drops.step().slots) == slots
     assert not table.blocks.is_deleting
+
+
+def test_a_deletion_waits_until_its_blocks_on_the_device_are_cleared() -> None:
+    from baton.kvtransfer.connector.request_params import DropOrder, encode
+    from baton.kvtransfer.connector.step_report import Dropped, StepReport
+    from baton.kvtransfer.connector.tiers.cache_drops import CacheDrops
+
+    table = Table()
+    free = [
+        SimpleNamespace(block_id=block_id, block_hash=None, ref_cnt=0, is_null=not block_id)
+        for block_id in range(4)
+    ]
+    uncleared: dict[frozenset[int], set[int]] = {}
+
+    def clear(block_ids: set[int]) -> set[int]:
+        return uncleared.setdefault(frozenset(block_ids), set(block_ids))
+
+    device: Any = SimpleNamespace(clear=clear, evict_blocks=lambda _: None)
+    device.block_pool = SimpleNamespace(blocks=free)
+    drops = CacheDrops(table.reports, device, None, num_ranks=1)
+    request: Any = SimpleNamespace(kv_transfer_params=encode(drop=DropOrder(7)))
+    drops.add(request, device)
+    report = StepReport()
+    (left,) = uncleared.values()
+    assert left == {1, 2, 3}
+    for _ in range(3):
+        assert drops.step().ended == []
+        assert drops.has_work
+        left.pop()
+    clearing = drops.step()
+    assert clearing.ended == [7]
+    assert drops.step().ended == []
+    drops.reported(clearing.ended)
+    drops.add_to(report)
+    assert report.dropped == {7: Dropped(0, 0, 0, has_files_left=False)}
+    assert not drops.has_work

@@ -97,11 +97,17 @@ class CpuDeviceCopies(BlockCopies):
             view[block_id : block_id + count].copy_(rows[at : at + count])
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        self._cache.clear(torch.tensor(self.prepare(block_ids), dtype=torch.int64))
+        self._clear(block_ids)
 
     def clear_draft(self, block_ids: Sequence[int]) -> None:
-        ids = torch.tensor(self.prepare(block_ids), dtype=torch.int64)
-        self._cache.clear(ids, only_draft=True)
+        self._clear(block_ids, only_draft=True)
+
+    def _clear(self, block_ids: Sequence[int], *, only_draft: bool = False) -> None:
+        # Filling slices takes a third of the time of index_fill_.
+        runs = list(neighbours(sorted(self.prepare(block_ids))))
+        for words in self._cache.cleared(only_draft=only_draft):
+            for _, block_id, count in runs:
+                words[block_id : block_id + count].zero_()
 
     def landing(self) -> Copy:
         return _DONE

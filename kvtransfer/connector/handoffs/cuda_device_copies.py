@@ -288,12 +288,16 @@ class CudaDeviceCopies(BlockCopies):
     def clear(self, block_ids: Sequence[int]) -> None:
         self.join_gathers()
         self.join_scatters()
-        ids = torch.tensor(block_ids, dtype=torch.int64, pin_memory=True)
-        self._cache.clear(ids.to(self._device, non_blocking=True))
+        self._clear(block_ids)
 
     def clear_draft(self, block_ids: Sequence[int]) -> None:
-        ids = torch.tensor(block_ids, dtype=torch.int64, pin_memory=True)
-        self._cache.clear(ids.to(self._device, non_blocking=True), only_draft=True)
+        self._clear(block_ids, only_draft=True)
+
+    def _clear(self, block_ids: Sequence[int], *, only_draft: bool = False) -> None:
+        pinned = torch.tensor(block_ids, dtype=torch.int64, pin_memory=True)
+        ids = pinned.to(self._device, non_blocking=True)
+        for words in self._cache.cleared(only_draft=only_draft):
+            words.index_fill_(0, ids, 0)
 
     def join_gathers(self) -> None:
         if self._gathered is not None:

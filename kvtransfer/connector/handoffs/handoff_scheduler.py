@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,13 @@ if TYPE_CHECKING:
 _LOADED = kv_transfer_pb2.REFUSAL_REASON_UNSPECIFIED
 _EXPIRED = kv_transfer_pb2.REFUSAL_REASON_EXPIRED
 _CANCELLED = kv_transfer_pb2.REFUSAL_REASON_CANCELLED
+
+# Bytes that one step clears in a rank, at most, to keep the gap in streams short: 64 MiB take 7 ms
+# on one core of a CPU, and less than 0.1 ms on a GPU.
+_CLEARED_BYTES = 64 * 2**20
+# Large caches are cleared in this number of steps, with more bytes in each step, because a worker
+# has to delete its blocks within a limit (runtime/cache_drops.py).
+_MOST_CLEARING_STEPS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +111,11 @@ class HandoffScheduler:
         """Takes the engine's block pool; vLLM calls this before the first request."""
         self._pool = pool
         self._wrong = WrongBlocks(pool)
+        groups = self._layout.groups
+        block_bytes = sum(group.num_layers * group.block_bytes for group in groups)
+        self._cleared_per_step = max(
+            1, _CLEARED_BYTES // block_bytes, len(pool.blocks) // _MOST_CLEARING_STEPS
+        )
         self._kept = KeptPrefixes(pool, self._layout.tables)
 
     def add(self, request: Request) -> None:
@@ -288,22 +300,24 @@ class HandoffScheduler:
         self._wrong.add(untrusted)
         return untrusted
 
-    def clear(self, block_ids: Collection[int]) -> None:
+    def clear(self, block_ids: Collection[int]) -> Set[int]:
         """Clears blocks that were taken out of the prefix cache; those in use, when they are free.
+
+        The next steps clear a part each. A step clears all blocks that its requests get, except
+        those that vLLM fills first: these are cleared when they are free again.
 
         Args:
             block_ids: Blocks of the engine's cache.
+
+        Returns:
+            Those that are free now. A block leaves the set when a step clears it.
         """
-        self._wrong.add(block_ids)
-        self._wrong.release_free()
+        return self._wrong.add_free(block_ids)
 
     @property
-    def is_clearing(self) -> bool:
-        """Whether blocks given to `clear`, and free since then, are not cleared yet.
-
-        A request may hold such a block: see WrongBlocks.take.
-        """
-        return self._wrong.is_clearing
+    def has_work(self) -> bool:
+        """Whether free blocks are not cleared yet, for which the engine must go on stepping."""
+        return self._wrong.has_free
 
     def _uncache_uncomputed(self, preempted_ids: Collection[str]) -> None:
         """Takes blocks of preempted requests that no step computed out of the prefix cache.
@@ -336,11 +350,16 @@ class HandoffScheduler:
         saves = []
         if len(self._sends):
             saves = list(self._sends.saves(output, self._unverified.block_ids()))
-        cleared = self._wrong.take(self._filled_early(output)) if self._wrong.has_free else []
+        cleared = list[int]()
+        if self._wrong.has_free:
+            cleared = self._wrong.take(self._cleared_per_step, self._filled_early(output))
         step = HandoffStep(saves, self._loads, self._sends.take_given_up(), cleared)
         work = self._counter.count(output)
         if self._copies_in_steps and any(load.is_stream for load in self._waited.values()):
             # Copies for a stream may take most of the step.
+            work = None
+        if step.cleared:
+            # Clearing the blocks may take long.
             work = None
         self._unfinished.append(
             _Unfinished(
@@ -377,7 +396,8 @@ class HandoffScheduler:
     def latest_step_work(self) -> StepWork | None:
         """Returns the work of the step that was made last.
 
-        None if the step loads handoffs or computes nothing: its time says nothing about the model.
+        None if the step loads handoffs, clears blocks or computes nothing: its time says nothing
+        about the model.
         """
         latest = self._unfinished[-1] if self._unfinished else None
         return latest.work if latest is not None and not latest.loads else None

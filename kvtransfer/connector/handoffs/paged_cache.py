@@ -11,7 +11,7 @@ blocks of several layers are packed together.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -129,14 +129,14 @@ class PagedCache:
             for layer, words in zip(held, of_words, strict=True)
         }
 
-    def clear(self, block_ids: torch.Tensor, *, only_draft: bool = False) -> None:
-        """Fills blocks of every layer, or of a draft's layers, with zeros.
+    def cleared(self, *, only_draft: bool = False) -> Iterator[torch.Tensor]:
+        """Yields every layer, or a draft's layers, for blocks that are filled with zeros.
 
         Groups share the cache's memory: a block belongs to one of them at a time.
         """
         for layer, words in self.layers.items():
             if self.groups[layer].is_draft or not only_draft:
-                words.index_fill_(0, block_ids, 0)
+                yield words
 
     def block_words(self, layer: int) -> int:
         """Returns the number of words of one block of a layer."""

@@ -8,7 +8,7 @@ when it ends, and what it computes later may be stored again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,12 +32,15 @@ class _Drop:
 
     Attributes:
         num_blocks: Blocks deleted on the device, in host memory and on disk.
+        uncleared: Free blocks of the device that no step has cleared yet; shrinks by itself
+            (HandoffScheduler.clear).
         deletion: Number of the order to the disks; None: there is no disk.
         num_missing: Ranks that have not overwritten everything.
         begun: True once the ranks were told of the order's last block.
     """
 
     num_blocks: tuple[int, int, int]
+    uncleared: Set[int]
     deletion: int | None
     num_missing: int
     begun: bool = False
@@ -92,12 +95,18 @@ class CacheDrops:
         # The owners of blocks in host memory are known until the device's report follows.
         if self._host is not None:
             num_host, num_disk, deletion = self._host.delete(selection)
-        num_device = self._delete_on_device(selection, manager)
+        num_device, uncleared = self._delete_on_device(selection, manager)
         blocks = num_device, num_host, num_disk
-        self._drops[order.drop_id] = _Drop(blocks, deletion, self._num_ranks)
+        self._drops[order.drop_id] = _Drop(blocks, uncleared, deletion, self._num_ranks)
 
-    def _delete_on_device(self, selection: BlockSelection, manager: KVCacheManager) -> int:
-        """Deletes blocks from the prefix cache; returns how many."""
+    def _delete_on_device(
+        self, selection: BlockSelection, manager: KVCacheManager
+    ) -> tuple[int, Set[int]]:
+        """Deletes blocks from the prefix cache.
+
+        Returns:
+            How many, and the blocks to clear; see _Drop.uncleared.
+        """
         found, unnamed = set(), set()
         for block in manager.block_pool.blocks:
             if block.block_hash is None:
@@ -109,8 +118,7 @@ class CacheDrops:
             if self._cached.is_selected(name, selection):
                 found.add(block.block_id)
         manager.evict_blocks(found)
-        self._handoffs.clear(found | unnamed)
-        return len(found)
+        return len(found), self._handoffs.clear(found | unnamed)
 
     @property
     def has_work(self) -> bool:
@@ -124,10 +132,9 @@ class CacheDrops:
         """
         # Blocks that were in use may be free only after their order has ended.
         clearing = Clearing(self._host.take_uncleared() if self._host is not None else [])
-        is_deleting = self._host is not None and self._host.is_deleting
-        if self._drops and not is_deleting and not self._handoffs.is_clearing:
+        if self._drops and (self._host is None or not self._host.is_deleting):
             for drop_id, drop in self._drops.items():
-                if not drop.begun:
+                if not drop.begun and not drop.uncleared:
                     drop.begun = True
                     clearing.ended.append(drop_id)
         return clearing
