@@ -210,7 +210,7 @@ class Engine:
         for name, count in num_scheduled.items():
             for at in range(computed[name], computed[name] + count):
                 self._keys[self._slot(name, at)] = tuple(self.tokens[name][: at + 1])
-        step = output.kv_connector_metadata.step
+        step = output.kv_connector_metadata.handoffs
         self.given_up += step.ended
         for save in step.saves:
             (part,) = save.parts
@@ -251,7 +251,7 @@ class Engine:
         The loads that requests wait for end in the step that begins them.
         """
         output, made = self._under_way.popleft()
-        loads = output.kv_connector_metadata.step.loads
+        loads = output.kv_connector_metadata.handoffs.loads
         made.kv_connector_output = KVConnectorOutput(
             finished_recving={load.waiting_id for load in loads if load.waiting_id},
             invalid_block_ids=set(invalid_block_ids),
