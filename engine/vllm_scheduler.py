@@ -326,9 +326,10 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         reserve = min(room // 2 if prompts else room, per_request * len(one_token))
         limit_s = streams.limit_s if 0 < streams.limit_s < math.inf else 0.0
         copies = limit_s > 0 and self._copies_handoffs(requests)
+        max_chunk = self._max_chunk(requests)
         counts = self.planner.tokens(
             streams,
-            [one.prompt for one in prompts],
+            [one.prompt._replace(max_chunk=max_chunk) for one in prompts],
             self._max_step_tokens - reserve,
             limit=not self._warms_up,
             share=_SHARE_BESIDE_LOADS if copies else 1.0,
@@ -351,6 +352,22 @@ class BatonScheduler(TableLoadFailures, Scheduler):
             hidden=waiting.hidden,
             limit_s=limit_s,
         )
+
+    def _max_chunk(self, requests: StepRequests) -> int | None:
+        """Most tokens of one prompt that vLLM computes in the step; None: it has no such limit.
+
+        This is the limit of Scheduler.schedule by `long_prefill_token_threshold`. A prompt must not
+        get more tokens of the plan, because others could use them.
+        """
+        threshold = int(self.scheduler_config.long_prefill_token_threshold)
+        waiting = requests.waiting
+        num_requests = len(self.running) + len(self.kv_holding_waiting)
+        num_requests += len(waiting.arrivals) + len(waiting.awaiting) + len(waiting.blocked)
+        if not threshold or num_requests <= 1:
+            return None
+        if self.adaptive_long_prefill_threshold:
+            threshold = max(threshold, self.scheduler_config.max_num_batched_tokens // num_requests)
+        return threshold
 
     def _copies_handoffs(self, requests: StepRequests) -> bool:
         """Whether the ranks copy handoffs of streams in the time of the step."""

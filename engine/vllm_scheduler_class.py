@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 from vllm.config.lora import LoRAConfig
+from vllm.config.scheduler import SchedulerConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -41,6 +42,7 @@ _MEMBERS: dict[type, tuple[str, ...]] = {
     BlockPool: ("get_num_free_blocks",),
     StructuredOutputRequest: ("grammar",),
     LoRAConfig: ("max_loras",),
+    SchedulerConfig: ("long_prefill_token_threshold", "max_num_batched_tokens"),
     LoRARequest: ("lora_int_id",),
 }
 # Private methods that Baton's scheduler overrides, with their parameters.
@@ -84,6 +86,8 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "requests",
         "connector",
         "lora_config",
+        "scheduler_config",
+        "adaptive_long_prefill_threshold",
     ),
     Request: (
         "num_computed_tokens",

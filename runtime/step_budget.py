@@ -196,6 +196,7 @@ class Prompt(NamedTuple):
         waited_s: Seconds since the request arrived at the worker.
         running: Whether it holds KV blocks.
         due_in_s: Seconds until its first token is due; infinite without a TTFT target.
+        max_chunk: Most tokens of it that one step may compute; None: no limit.
     """
 
     num_done: int
@@ -204,6 +205,12 @@ class Prompt(NamedTuple):
     waited_s: float
     running: bool
     due_in_s: float = math.inf
+    max_chunk: int | None = None
+
+    @property
+    def num_allowed(self) -> int:
+        """Most tokens of it in the next step."""
+        return self.num_left if self.max_chunk is None else min(self.num_left, self.max_chunk)
 
     @property
     def lane(self) -> int:
@@ -405,7 +412,7 @@ def prompt_tokens(
         nonlocal spent_s, room
         prompt = prompts[index]
         begin = prompt.num_done + grants[index]
-        count = max(0, min(most, prompt.num_left - grants[index], room))
+        count = max(0, min(most, prompt.num_allowed - grants[index], room))
         grants[index] += count
         room -= count
         spent_s += model.chunk_s(begin, count)

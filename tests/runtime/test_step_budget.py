@@ -39,6 +39,7 @@ prompts = st.lists(
         priority=st.integers(0, 1),
         waited_s=st.floats(0, 1000),
         running=st.booleans(),
+        max_chunk=st.none() | st.integers(1, 300),
     ),
     max_size=12,
 )
@@ -63,7 +64,7 @@ def test_a_step_has_at_most_its_tokens_and_no_prompt_gets_more_than_it_needs(
     found = ordered(found)
     grants = prompt_tokens(MODEL, TARGETS, decoding, found, max_tokens)
     assert len(grants) == len(found)
-    assert all(0 <= grant <= one.num_left for grant, one in zip(grants, found, strict=True))
+    assert all(0 <= grant <= one.num_allowed for grant, one in zip(grants, found, strict=True))
     assert sum(grants) <= max(0, max_tokens - decoding.num_tokens)
 
 
@@ -173,6 +174,14 @@ def test_the_oldest_running_prompt_leaves_most_of_a_small_step_to_a_short_prompt
         10,
         53,
     ]
+
+
+def test_tokens_that_a_prompt_may_not_have_in_one_step_go_to_the_next_prompt() -> None:
+    first, second = Prompt(0, 500, 0, 0.0, running=False), Prompt(0, 900, 0, 0.0, running=False)
+    whole = [first, second]
+    assert prompt_tokens(MODEL, TARGETS, Streams(), whole, 128) == [128, 0]
+    bounded = [one._replace(max_chunk=100) for one in whole]
+    assert prompt_tokens(MODEL, TARGETS, Streams(), bounded, 128) == [100, 28]
 
 
 def test_the_lane_goes_first_then_the_shortest_prompt() -> None:

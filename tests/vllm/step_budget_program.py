@@ -6,6 +6,7 @@ The engine is that of scheduling_program.py: it has few blocks, so that requests
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import sys
 import time
@@ -519,6 +520,23 @@ def short_beside_long() -> dict[str, Any]:
     return {"steps": steps}
 
 
+def long_prompts(targets: StepTargets | None, **limits: Any) -> list[dict[str, int]]:
+    """The steps of eight prompts, of which vLLM computes 16 tokens while there are others."""
+    engine = Engine(
+        130,
+        asynchronous=False,
+        targets=targets,
+        max_num_batched_tokens=128,
+        **limits,
+    )
+    for number in range(8):
+        engine.add(f"p{number}", range(1000 * number, 1000 * number + 240), URGENT, 1)
+    steps = []
+    while engine.scheduler.has_unfinished_requests():
+        steps.append(engine.step())
+    return steps
+
+
 def late_beside_in_time() -> dict[str, Any]:
     """A short prompt that is overdue waits beside a long one that can be in time."""
     engine = Engine(60, asynchronous=False, targets=TARGETS["normal"])
@@ -727,6 +745,9 @@ def main(num_seeds: int) -> dict[str, Any]:
             (False,),
             speculative_config=SPECULATION,
         ),
+        "compared with a threshold": compared(
+            max(1, num_seeds // 3), long_prefill_token_threshold=BLOCK
+        ),
         "compared with images": compared(max(1, num_seeds // 2), have_images=True),
         "compared with adapters": compared(max(1, num_seeds // 2), num_adapters=4),
         **scenarios(),
@@ -744,6 +765,23 @@ def scenarios() -> dict[str, Any]:
             "another vLLM": another_vllm(),
             "whole prompts": whole_prompts(),
             "short beside long": short_beside_long(),
+            "long prompts": {
+                how: [
+                    long_prompts(targets, **limits)
+                    for targets in (None, StepTargets(None, math.inf, 3600.0))
+                ]
+                for how, limits in (
+                    ("fixed", {"long_prefill_token_threshold": 16}),
+                    # An eighth of a step.
+                    (
+                        "adaptive",
+                        {
+                            "long_prefill_token_threshold": 4,
+                            "long_prefill_token_threshold_adaptive": True,
+                        },
+                    ),
+                )
+            },
             "late beside in time": late_beside_in_time(),
             "prompt without an adapter slot": prompt_without_an_adapter_slot(),
             "after the warm-up": after_the_warm_up(),

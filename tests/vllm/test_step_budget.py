@@ -75,6 +75,26 @@ def test_a_short_prompt_overtakes_a_long_one_beside_a_stream(made: dict[str, Any
     assert sum(step.get("short", 0) for step in steps) == 10
 
 
+def test_random_requests_get_the_same_tokens_with_a_threshold_for_long_prompts(
+    made: dict[str, Any],
+) -> None:
+    assert made["compared with a threshold"]["differs"] == {}
+
+
+@pytest.mark.parametrize("how", ["fixed", "adaptive"])
+def test_tokens_that_a_long_prompt_may_not_have_go_to_other_prompts(
+    made: dict[str, Any], how: str
+) -> None:
+    """Otherwise the plan would withhold the others, and most of each step would stay unused.
+
+    The first step has 64 tokens, because nothing has been measured yet.
+    """
+    by_vllm, by_baton = made["long prompts"][how]
+    for steps in (by_vllm, by_baton):
+        assert sum(sum(step.values()) for step in steps) == 8 * 240
+    assert len(by_baton) <= len(by_vllm) + 1
+
+
 def test_a_prompt_that_is_overdue_waits_for_one_that_can_be_in_time(made: dict[str, Any]) -> None:
     steps = made["late beside in time"]["steps"]
     assert sum(step.get("long", 0) for step in steps) == 240
