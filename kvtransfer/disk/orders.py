@@ -16,24 +16,28 @@ class BlockName(NamedTuple):
         key: The engine's hash of the block.
         hash: Baton's hash, by which the coordinator knows the block.
         owner: Directory of all blocks with the same salt (`owner_of`).
+        parent: Baton's hash of the block before this one; 0: it is a prompt's first block, or the
+            block before it is not known.
     """
 
     key: bytes
     hash: int
     owner: str
+    parent: int = 0
 
     @property
     def path(self) -> PurePosixPath:
         """The file's place below the directory of a rank."""
-        key = self.key.hex()
-        return PurePosixPath(self.owner, key[:2], f"{key}-{self.hash:016x}")
+        key, parent = self.key.hex(), f"-{self.parent:016x}" if self.parent else ""
+        return PurePosixPath(self.owner, key[:2], f"{key}-{self.hash:016x}{parent}")
 
     @classmethod
     def parse(cls, owner: str, directory: str, name: str) -> BlockName | None:
         """Returns the block that a file holds by its name; None for another file."""
-        key, _, block_hash = name.partition("-")
+        key, *hashes = name.split("-")
         try:
-            found = cls(bytes.fromhex(key), int(block_hash, 16), owner)
+            block_hash, parent = (int(text, 16) for text in (*hashes, "0")[:2])
+            found = cls(bytes.fromhex(key), block_hash, owner, parent)
         except ValueError:
             return None
         return found if found.path == PurePosixPath(owner, directory, name) else None
