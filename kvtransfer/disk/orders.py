@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import NamedTuple, TypeAlias
 
@@ -69,6 +69,33 @@ class BlockSelection:
     def includes(self, block_hash: int, owner: str) -> bool:
         """Whether a block is to be deleted."""
         return self.owner in (owner, None) and (self.hashes is None or block_hash in self.hashes)
+
+    def with_followers(self, blocks: Iterable[tuple[int, int]]) -> BlockSelection:
+        """Selects also the blocks that come after selected ones in any prompt or answer.
+
+        Without the blocks before them they cannot be loaded. The coordinator does not know the
+        blocks of an output that a client did not get: those that a worker computed after its
+        connection broke, while the request went on elsewhere.
+
+        Args:
+            blocks: Hashes of blocks and of the blocks before them (BlockName.parent).
+        """
+        if self.hashes is None:
+            return self
+        # Nearly every block has one block after it, and there may be millions of blocks.
+        after: dict[int, int] = {}
+        more: dict[int, set[int]] = {}
+        for block_hash, parent in blocks:
+            if parent and after.setdefault(parent, block_hash) != block_hash:
+                more.setdefault(parent, set()).add(block_hash)
+        found, todo = set(self.hashes), list(self.hashes)
+        while todo:
+            parent = todo.pop()
+            if (first := after.get(parent)) is not None:
+                new = more.get(parent, set()) | {first}
+                todo += new - found
+                found |= new
+        return replace(self, hashes=frozenset(found))
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ def test_a_block_is_described_with_the_block_before_it():
         (block_hash, owner_of(""), parent)
         for block_hash, parent in zip(HASHES, [0, *HASHES[:3]], strict=True)
     ]
+    assert set(cached.parents()) == set(zip(HASHES, [0, *HASHES[:3]], strict=True))
     # Also when it has come from disk.
     cached.come_from_disk(b"e", BlockName(b"e", 7, owner_of(""), HASHES[3]))
     assert cached.described(b"e") == (7, owner_of(""), HASHES[3])

@@ -819,6 +819,41 @@ def test_files_of_chosen_blocks_are_deleted(tmp_path: Path):
     assert store.load(block(0))
 
 
+def test_what_follows_chosen_blocks_is_deleted_too(tmp_path: Path):
+    """The coordinator does not know an output that a lost worker went on with."""
+    store = Store(tmp_path)
+    system, other = following(None, range(3)), following(None, range(90, 93))
+    prompt = following(system[-1], range(10, 13))
+    kept = [*system, *other, *following(system[-1], range(20, 23))]
+    lost = [one for n in (40, 50, 60) for one in following(prompt[-1], range(n, n + 4))]
+    assert all(store.write([*kept, *prompt, *lost]))
+    chosen = BlockSelection.of("", [one.hash for one in prompt])
+    num_blocks, _ = store.index.delete(chosen.with_followers(store.index.parents()))
+    store.step()
+    assert num_blocks == len([*prompt, *lost])
+    assert store.files() == {store.path(one, rank) for one in kept for rank in range(NUM_RANKS)}
+    # All blocks of an owner need no others.
+    every = BlockSelection.of("", None)
+    assert every.with_followers(store.index.parents()) == every
+
+
+def test_what_follows_a_block_that_was_deleted_during_the_search_is_not_found(tmp_path: Path):
+    store = Store(tmp_path)
+    prompt = following(None, range(3))
+    lost, kept = following(prompt[-1], range(10, 14)), following(prompt[0], range(20, 23))
+    assert all(store.write([*prompt, *lost, *kept]))
+    store.close()
+    before = scan(store.directory.path, NUM_RANKS, PAYLOAD_BYTES, lambda _: None)
+    index = DiskIndex(10**6, 4, NUM_RANKS, lambda: 0.0)
+    index.is_searching = True
+    index.delete(BlockSelection.of("", [one.hash for one in prompt[1:]]))
+    for one in before.blocks:
+        # The ranks have deleted the chosen files before the search has come there.
+        if one not in prompt[1:]:
+            index.found([one])
+    assert [one for one in [*prompt, *lost, *kept] if one.key in index] == [prompt[0], *kept]
+
+
 def test_a_deletion_of_chosen_blocks_leaves_no_empty_directories(tmp_path: Path):
     store = Store(tmp_path)
     blocks = [block(number, f"tenant {number}") for number in range(3)]

@@ -7,7 +7,7 @@ blocks of a prompt.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -135,6 +135,10 @@ class CachedBlocks:
         """Returns whether a selection includes a block; a block that is not known may be any."""
         block = self._blocks.get(name)
         return block is None or selection.includes(block.hash, block.owner)
+
+    def parents(self) -> Iterator[tuple[int, int]]:
+        """Yields the hashes of the blocks that are known, and of the blocks before them."""
+        return ((block.hash, block.parent) for block in self._blocks.values())
 
     def come_from_disk(self, name: Name, block: BlockName) -> None:
         """Notes that a block that was on disk is being loaded to host memory."""
