@@ -83,6 +83,7 @@ class FleetView:
     @now.setter
     def now(self, now: float) -> None:
         self.loads.now = self.transfers.now = now
+        self.index.tidy(now)
 
     # ---- Workers
 

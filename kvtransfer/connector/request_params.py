@@ -30,7 +30,7 @@ class DropOrder:
     Attributes:
         drop_id: ID of the order, unique among the engine's orders.
         cache_salt: Only blocks with this salt are deleted; None: blocks of any salt.
-        block_hashes: Only these blocks are deleted; None: all blocks.
+        block_hashes: Only these blocks, and those after them, are deleted; None: all blocks.
     """
 
     drop_id: int

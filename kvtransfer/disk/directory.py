@@ -3,7 +3,8 @@
     disk_dir/worker-N/lock                      held by the running worker
                       layout                    namespace of all files
                       rank-R/written            a file until it is whole
-                      rank-R/OWNER/XX/KEY-HASH  one block's part of one rank
+                      rank-R/OWNER/XX/KEY-HASH-PARENT
+                                                  one block's part of one rank (BlockName.path)
 
 A worker takes the first directory that no running worker holds, and prefers one with its own
 layout. It empties a directory with another layout, whose model or weights no running worker of this
@@ -155,7 +156,7 @@ class Found:
     """Blocks of an earlier worker.
 
     Attributes:
-        blocks: Blocks of which every rank has its file, the last used one first.
+        blocks: Blocks of which every rank has its file, the last used one first (`_by_use`).
         num_wrong: Files that were deleted because they are no whole block.
     """
 
@@ -211,7 +212,30 @@ def scan(
         for one in os.scandir(rank):
             with contextlib.suppress(OSError):
                 os.rmdir(one)
-    return Found([block for _, block in sorted(found, reverse=True)], num_wrong)
+    return Found(_by_use(found), num_wrong)
+
+
+def _by_use(found: list[tuple[float, BlockName]]) -> list[BlockName]:
+    """Returns the blocks in the order of their last use; blocks before a block follow their prompt.
+
+    A file's time is that of its write or of its latest load from disk. A turn of a conversation
+    whose earlier blocks were on the device or in host memory wrote only new blocks, but it used all
+    blocks before them. Without a block, the blocks after it are of no use.
+
+    Args:
+        found: The times and the names of files.
+    """
+    by_hash = {block.hash: block for _, block in found}
+    twice = [block for _, block in found if by_hash[block.hash] is not block]
+    order = list[BlockName]()
+    for _, last in sorted(found, reverse=True):
+        prompt = list[BlockName]()
+        block = by_hash.pop(last.hash, None)
+        while block is not None:
+            prompt.append(block)
+            block = by_hash.pop(block.parent, None)
+        order += reversed(prompt)
+    return order + twice
 
 
 def _groups(rank: Path) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ any more, because a rank may still read or write there.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.kvtransfer.block_changes import BlockChanges, CacheChange
@@ -163,6 +163,9 @@ class DiskIndex:
         self._counts = DiskCounts()
         # Deletions during the search, whose files may still be found.
         self._deleted_meanwhile: list[BlockSelection] = []
+        # Hashes of found blocks that are among these; the search finds the first blocks of a
+        # prompt first.
+        self._found_deleted: set[int] = set()
         self.off = ""
         self.is_searching = False
 
@@ -176,6 +179,10 @@ class DiskIndex:
     def get(self, key: bytes) -> BlockName:
         """Returns a block that the disk holds."""
         return self._blocks[key]
+
+    def parents(self) -> Iterator[tuple[int, int]]:
+        """Yields the hashes of the blocks on disk, and of the blocks before them; see BlockName."""
+        return ((block.hash, block.parent) for block in self._blocks.values())
 
     @property
     def has_orders(self) -> bool:
@@ -287,7 +294,11 @@ class DiskIndex:
         for block in blocks:
             if self.off or block.key in self._blocks or block.key in self._writing:
                 continue
-            if self._is_full or self._was_deleted(block):
+            if self._was_deleted(block):
+                self._found_deleted.add(block.hash)
+                gone.append(block)
+                continue
+            if self._is_full:
                 gone.append(block)
                 continue
             self._blocks[block.key] = block
@@ -301,10 +312,18 @@ class DiskIndex:
         """Notes that no more blocks of an earlier worker will be found."""
         self.is_searching = False
         self._deleted_meanwhile.clear()
+        self._found_deleted.clear()
 
     def _was_deleted(self, block: BlockName) -> bool:
-        """Whether an operator has deleted a block before the search has found it."""
-        return any(one.includes(block.hash, block.owner) for one in self._deleted_meanwhile)
+        """Whether an operator has deleted a block, or one before it, before the search found it."""
+        if block.parent in self._found_deleted:
+            return True
+        both = (block.hash, block.parent) if block.parent else (block.hash,)
+        return any(
+            selection.includes(one, block.owner)
+            for selection in self._deleted_meanwhile
+            for one in both
+        )
 
     def _note_deletion(self, selection: BlockSelection) -> None:
         """Remembers a deletion for the blocks that the search finds later."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import NamedTuple, TypeAlias
 
@@ -16,24 +16,28 @@ class BlockName(NamedTuple):
         key: The engine's hash of the block.
         hash: Baton's hash, by which the coordinator knows the block.
         owner: Directory of all blocks with the same salt (`owner_of`).
+        parent: Baton's hash of the block before this one; 0: it is a prompt's first block, or the
+            block before it is not known.
     """
 
     key: bytes
     hash: int
     owner: str
+    parent: int = 0
 
     @property
     def path(self) -> PurePosixPath:
         """The file's place below the directory of a rank."""
-        key = self.key.hex()
-        return PurePosixPath(self.owner, key[:2], f"{key}-{self.hash:016x}")
+        key, parent = self.key.hex(), f"-{self.parent:016x}" if self.parent else ""
+        return PurePosixPath(self.owner, key[:2], f"{key}-{self.hash:016x}{parent}")
 
     @classmethod
     def parse(cls, owner: str, directory: str, name: str) -> BlockName | None:
         """Returns the block that a file holds by its name; None for another file."""
-        key, _, block_hash = name.partition("-")
+        key, *hashes = name.split("-")
         try:
-            found = cls(bytes.fromhex(key), int(block_hash, 16), owner)
+            block_hash, parent = (int(text, 16) for text in (*hashes, "0")[:2])
+            found = cls(bytes.fromhex(key), block_hash, owner, parent)
         except ValueError:
             return None
         return found if found.path == PurePosixPath(owner, directory, name) else None
@@ -65,6 +69,33 @@ class BlockSelection:
     def includes(self, block_hash: int, owner: str) -> bool:
         """Whether a block is to be deleted."""
         return self.owner in (owner, None) and (self.hashes is None or block_hash in self.hashes)
+
+    def with_followers(self, blocks: Iterable[tuple[int, int]]) -> BlockSelection:
+        """Selects also the blocks that come after selected ones in any prompt or answer.
+
+        Without the blocks before them they cannot be loaded. The coordinator does not know the
+        blocks of an output that a client did not get: those that a worker computed after its
+        connection broke, while the request went on elsewhere.
+
+        Args:
+            blocks: Hashes of blocks and of the blocks before them (BlockName.parent).
+        """
+        if self.hashes is None:
+            return self
+        # Nearly every block has one block after it, and there may be millions of blocks.
+        after: dict[int, int] = {}
+        more: dict[int, set[int]] = {}
+        for block_hash, parent in blocks:
+            if parent and after.setdefault(parent, block_hash) != block_hash:
+                more.setdefault(parent, set()).add(block_hash)
+        found, todo = set(self.hashes), list(self.hashes)
+        while todo:
+            parent = todo.pop()
+            if (first := after.get(parent)) is not None:
+                new = more.get(parent, set()) | {first}
+                todo += new - found
+                found |= new
+        return replace(self, hashes=frozenset(found))
 
 
 @dataclass(frozen=True, slots=True)

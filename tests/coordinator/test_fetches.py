@@ -257,6 +257,33 @@ def test_what_was_slow_is_tried_again_some_time():
     assert found.seconds((A, B), 10**9, near=False) == pytest.approx(0.1)
 
 
+def test_a_network_faster_than_assumed_is_predicted_as_measured():
+    found = Transfers()
+    # 40 GB/s; the assumed speed is 10 GB/s.
+    found.observe((A, B), 40 * 10**9, 1.0, near=False)
+    assert found.seconds((A, B), 10**9, near=False) == pytest.approx(0.025)
+    assert found.seconds((B, C), 10**9, near=False) == pytest.approx(0.025)
+    found.now += 6000
+    assert found.seconds((A, B), 10**9, near=False) == pytest.approx(0.025)
+    # A transfer in no time at all is a wrong measurement.
+    found.observe((A, B), 10**9, 0.0, near=False)
+    assert found.seconds((A, B), 10**9, near=False) == pytest.approx(0.025)
+
+
+def test_a_network_faster_than_assumed_makes_fetches_pay():
+    # A token takes 1 ms to compute, 2 ms to send at 10 GB/s, and 0.5 ms at 40 GB/s.
+    found = view("a", "b", kv_bytes_per_token=20_000_000)
+    holds(found, "b", 150)
+    queue(found, "b", 5.0, 4)
+    # A strict cell would fetch at 10 GB/s too, because it weighs computation more than waiting.
+    _, elastic = both(found)
+    assert (elastic.worker, elastic.fetch) == (A, None)
+    found.transfers.observe((B, A), 40 * 10**9, 1.0, near=False)
+    for choice in both(found):
+        assert (choice.worker, choice.fetch.num_tokens) == (A, 2400)
+        assert choice.fetch.sending_s == pytest.approx(1.2)
+
+
 def test_a_handoff_shows_that_the_network_is_not_slower():
     found = Transfers()
     found.observe_timeout((A, B), 10**9, 1.0, near=False)

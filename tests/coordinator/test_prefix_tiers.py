@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.coordinator.routing.prefixes import prefix_index
 from baton.coordinator.routing.prefixes.prefix_index import PrefixIndex, Tier
 from baton.coordinator.routing.prefixes.prefix_match import MAX_TESTED_BLOCKS, HeldPrefix
 from baton.coordinator.state.requests import WorkerKey
@@ -33,6 +35,8 @@ _EVENTS = st.lists(
         ),
         st.tuples(st.just("cleared"), _WORKER, st.sampled_from(Tier)),
         st.tuples(st.just("forget"), _WORKER),
+        # Lost blocks leave the masks.
+        st.tuples(st.just("tidied"), _WORKER),
     ),
     max_size=40,
 )
@@ -94,6 +98,8 @@ def applied(
         elif kind == "cleared":
             index.cleared(worker, rest[0])
             tiers[rest[0]].clear()
+        elif kind == "tidied":
+            index.tidy(index._tidied_at + 1.0)
         else:
             index.forget(worker)
             del naive.held[worker]
@@ -102,10 +108,18 @@ def applied(
     return naive
 
 
-@given(_EVENTS, st.lists(_PROMPTS, min_size=1), st.integers(1, 6))
-def test_each_tier_gives_what_a_naive_model_gives(events, prompts, limit) -> None:
+@given(
+    _EVENTS,
+    st.lists(_PROMPTS, min_size=1),
+    st.integers(1, 6),
+    st.sampled_from([0, 1, 3, prefix_index._TIDIED_AT_ONCE]),
+)
+def test_each_tier_gives_what_a_naive_model_gives(events, prompts, limit, tidied) -> None:
+    """The model knows nothing of the lost blocks that are still in the masks."""
     index = PrefixIndex()
-    naive = applied(events, index)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_index, "_TIDIED_AT_ONCE", tidied)
+        naive = applied(events, index)
     for prompt in prompts:
         wanted = {worker: naive.held_by(worker, list(prompt)) for worker in WORKERS}
         match = index.match(prompt)
@@ -150,7 +164,7 @@ def test_a_look_up_of_a_long_prompt_tests_a_bounded_number_of_blocks() -> None:
             return super().get(block, default)
 
     host = index._tiers[Tier.HOST]
-    host.masks = Counted(host.masks)
+    host._masks = Counted(host._masks)
     held = index.match(prompt).held_by(WORKERS[0])
     assert len(asked) <= MAX_TESTED_BLOCKS + 1
     assert held.num_device == 100
@@ -174,3 +188,79 @@ def test_a_tier_holds_no_more_blocks_than_its_size() -> None:
     index.add(WORKERS[1], 4)
     index.stored(WORKERS[1], prompt, Tier.HOST)
     assert index.match(prompt).held_by(WORKERS[1]) == HeldPrefix(0, 0)
+
+
+class _Written(dict[int, int]):
+    """Masks that count their changes."""
+
+    num = 0
+
+    def __setitem__(self, block: int, mask: int) -> None:
+        self.num += 1
+        super().__setitem__(block, mask)
+
+    def __delitem__(self, block: int) -> None:
+        self.num += 1
+        super().__delitem__(block)
+
+
+def _blocks(worker: int, num_blocks: int) -> list[int]:
+    """Hashes of blocks; each worker has half of its blocks in common with the next one."""
+    return list(range(worker * num_blocks // 2, worker * num_blocks // 2 + num_blocks))
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_large_tier_is_lost_in_small_steps(is_reset: bool) -> None:
+    index, num_blocks, most = PrefixIndex(), 50_000, prefix_index._TIDIED_AT_ONCE
+    for number, worker in enumerate(WORKERS):
+        index.add(worker, 0, 0, num_blocks)
+        index.stored(worker, _blocks(number, num_blocks), Tier.DISK)
+    masks = index._tiers[Tier.DISK]._masks = _Written(index._tiers[Tier.DISK]._masks)
+    first = _blocks(0, num_blocks)
+    for worker in WORKERS[:2]:
+        masks.num = 0
+        if is_reset:
+            index.cleared(worker, Tier.DISK)
+        else:
+            index.forget(worker)
+        assert masks.num <= most
+        # Nothing is found there any more, and everything at the other workers.
+        assert index.match(first).held_by(worker) == HeldPrefix(0, 0)
+    # A look-up of so many blocks tests some of them, and only whole strides count.
+    stride = -(-num_blocks // MAX_TESTED_BLOCKS)
+    num_found = num_blocks // stride * stride
+    found = index.match(_blocks(2, num_blocks)).holders(5)
+    assert found == {WORKERS[2]: HeldPrefix(0, num_found, num_found)}
+    num_steps = 0
+    while len(masks) > 2 * num_blocks:
+        masks.num = 0
+        num_steps += 1
+        index.tidy(num_steps / 100)
+        assert masks.num <= most
+    index.check_integrity()
+    assert len(masks) == 2 * num_blocks
+
+
+def test_a_worker_that_comes_and_goes_takes_few_places() -> None:
+    index = PrefixIndex()
+    for number in range(300):
+        worker = ("w", number)
+        num_blocks = 60_000 if number < 2 else 3000 + number % 7
+        index.add(worker, 10, 10, num_blocks)
+        index.stored(worker, range(num_blocks), Tier.DISK)
+        index.forget(worker)
+    assert len(index._workers) < 6
+    index.check_integrity()
+
+
+def test_blocks_that_a_worker_reports_again_are_found_again() -> None:
+    index, num_blocks = PrefixIndex(), 50_000
+    index.add(WORKERS[0], 0, num_blocks, 0)
+    blocks = list(range(num_blocks))
+    for _ in range(3):
+        index.stored(WORKERS[0], blocks, Tier.HOST)
+        index.check_integrity()
+        index.cleared(WORKERS[0], Tier.HOST)
+        index.stored(WORKERS[0], blocks[:40], Tier.HOST)
+        index.check_integrity()
+        assert index.match(blocks[:100]).held_by(WORKERS[0]) == HeldPrefix(0, 40)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,15 @@ def namespace(**changed: object) -> bytes:
 def block(number: int, cache_salt: str = "") -> BlockName:
     key = hashlib.sha256(f"{number} {cache_salt}".encode()).digest() + bytes(4)
     return BlockName(key, int.from_bytes(key[:8]), owner_of(cache_salt))
+
+
+def following(before: BlockName | None, numbers: Iterable[int]) -> list[BlockName]:
+    """Returns blocks of a prompt that follow each other and a block; None: the first blocks."""
+    blocks, parent = list[BlockName](), before.hash if before is not None else 0
+    for number in numbers:
+        blocks.append(block(number)._replace(parent=parent))
+        parent = blocks[-1].hash
+    return blocks
 
 
 def content(one: BlockName, rank: int) -> np.ndarray:

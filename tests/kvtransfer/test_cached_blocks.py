@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from baton.kvtransfer.block_changes import CacheChange
 from baton.kvtransfer.connector.tiers.cached_blocks import CachedBlocks
+from baton.kvtransfer.disk.orders import BlockName, owner_of
 from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.prompt_images import block_keys
 from baton.v1 import common_pb2
@@ -39,6 +40,20 @@ def test_blocks_are_named_by_their_whole_prefix():
     cached.removed([b"d", b"c"])
     assert cached.take() == changed(removed=[HASHES[3], HASHES[2]])
     assert cached.take() is None
+
+
+def test_a_block_is_described_with_the_block_before_it():
+    cached = with_prompt()
+    cached.stored(b"b", [b"c", b"d"], PROMPT[2 * BLOCK_SIZE :], [None, None])
+    described = [cached.described(name) for name in (b"a", b"b", b"c", b"d")]
+    assert described == [
+        (block_hash, owner_of(""), parent)
+        for block_hash, parent in zip(HASHES, [0, *HASHES[:3]], strict=True)
+    ]
+    assert set(cached.parents()) == set(zip(HASHES, [0, *HASHES[:3]], strict=True))
+    # Also when it has come from disk.
+    cached.come_from_disk(b"e", BlockName(b"e", 7, owner_of(""), HASHES[3]))
+    assert cached.described(b"e") == (7, owner_of(""), HASHES[3])
 
 
 def test_a_block_cached_twice_goes_with_its_last_copy():

@@ -12,12 +12,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from disk_store import NUM_RANKS, PAYLOAD_BYTES, Store, block, content, namespace
+from disk_store import NUM_RANKS, PAYLOAD_BYTES, Store, block, content, following, namespace
 
 from baton.kvtransfer.block_changes import CacheChange
 from baton.kvtransfer.disk import block_file, directory
@@ -281,6 +281,73 @@ def test_a_smaller_bound_after_a_restart_keeps_what_was_used_last(tmp_path: Path
     after.step()
     assert [one for one in blocks if after.load(one)] == [blocks[0], *blocks[7:]]
     assert len(after.files()) == 4 * NUM_RANKS
+
+
+def num_usable(store: Store, prompt: Sequence[BlockName]) -> int:
+    """Returns how many first blocks of a prompt can be loaded."""
+    return next((n for n, one in enumerate(prompt) if one.key not in store.index), len(prompt))
+
+
+def test_the_ends_of_conversations_are_evicted_first_after_a_restart(tmp_path: Path):
+    """Each turn writes its own blocks, and finds all earlier ones in faster tiers."""
+    store, size = Store(tmp_path, max_blocks=204), 4
+    system = following(None, range(size))
+    assert all(store.write(system))
+    talks = [following(system[-1], range(1000 * n, 1000 * n + 20)) for n in range(1, 11)]
+    for turn in range(0, 20, size):
+        for talk in talks:
+            assert all(store.write(talk[turn : turn + size]))
+            store.index.used([one.key for one in [*system, *talk[: turn + size]]])
+    store.close()
+    after = Store(tmp_path, max_blocks=204)
+    after.step()
+    assert all(after.write([block(10**6 + n) for n in range(40)]))
+    assert num_usable(after, system) == size
+    # The two conversations that were used first have made room, from their ends.
+    assert [num_usable(after, talk) for talk in talks] == [0, 0] + [20] * 8
+    assert len(after.files()) == 204 * NUM_RANKS
+
+
+def test_a_smaller_bound_after_a_restart_keeps_what_can_be_loaded(tmp_path: Path):
+    store = Store(tmp_path)
+    system = following(None, range(4))
+    talks = [following(system[-1], range(100 * n, 100 * n + 4)) for n in range(1, 4)]
+    for blocks in (system, *talks):
+        assert all(store.write(blocks))
+    store.close()
+    after = Store(tmp_path, max_blocks=10)
+    after.step()
+    assert num_usable(after, system) == 4
+    assert [num_usable(after, talk) for talk in talks] == [0, 2, 4]
+    assert len(after.files()) == 10 * NUM_RANKS
+
+
+def test_a_load_makes_the_blocks_before_it_young_too(tmp_path: Path):
+    store = Store(tmp_path)
+    prompts = [following(None, range(10 * n, 10 * n + 3)) for n in range(2)]
+    for age, one in enumerate(one for prompt in reversed(prompts) for one in prompt):
+        assert all(store.write([one]))
+        for rank in range(NUM_RANKS):
+            os.utime(store.path(one, rank), (1000 + age, 1000 + age))
+    assert store.load(prompts[1][-1])
+    store.close()
+    after = Store(tmp_path, max_blocks=3)
+    assert num_usable(after, prompts[1]) == 3
+
+
+def test_every_file_is_found_whatever_its_name_says_about_other_blocks(tmp_path: Path):
+    """Also blocks without the block before them, in a circle, or with the hash of another one."""
+    store = Store(tmp_path)
+    one, two, three = (block(n) for n in range(3))
+    orphan = block(3)._replace(parent=12345)
+    circle = [one._replace(parent=two.hash), two._replace(parent=one.hash)]
+    own, same = three._replace(parent=three.hash), block(4)._replace(hash=three.hash)
+    every = [orphan, *circle, own, same]
+    assert all(store.write(every))
+    store.close()
+    after = Store(tmp_path)
+    assert {after.index.get(one.key) for one in every} == set(every)
+    assert all(after.load(one) for one in every)
 
 
 def test_the_bound_holds_although_a_slow_disk_is_searched_for_long(
@@ -752,6 +819,41 @@ def test_files_of_chosen_blocks_are_deleted(tmp_path: Path):
     assert store.load(block(0))
 
 
+def test_what_follows_chosen_blocks_is_deleted_too(tmp_path: Path):
+    """The coordinator does not know an output that a lost worker went on with."""
+    store = Store(tmp_path)
+    system, other = following(None, range(3)), following(None, range(90, 93))
+    prompt = following(system[-1], range(10, 13))
+    kept = [*system, *other, *following(system[-1], range(20, 23))]
+    lost = [one for n in (40, 50, 60) for one in following(prompt[-1], range(n, n + 4))]
+    assert all(store.write([*kept, *prompt, *lost]))
+    chosen = BlockSelection.of("", [one.hash for one in prompt])
+    num_blocks, _ = store.index.delete(chosen.with_followers(store.index.parents()))
+    store.step()
+    assert num_blocks == len([*prompt, *lost])
+    assert store.files() == {store.path(one, rank) for one in kept for rank in range(NUM_RANKS)}
+    # All blocks of an owner need no others.
+    every = BlockSelection.of("", None)
+    assert every.with_followers(store.index.parents()) == every
+
+
+def test_what_follows_a_block_that_was_deleted_during_the_search_is_not_found(tmp_path: Path):
+    store = Store(tmp_path)
+    prompt = following(None, range(3))
+    lost, kept = following(prompt[-1], range(10, 14)), following(prompt[0], range(20, 23))
+    assert all(store.write([*prompt, *lost, *kept]))
+    store.close()
+    before = scan(store.directory.path, NUM_RANKS, PAYLOAD_BYTES, lambda _: None)
+    index = DiskIndex(10**6, 4, NUM_RANKS, lambda: 0.0)
+    index.is_searching = True
+    index.delete(BlockSelection.of("", [one.hash for one in prompt[1:]]))
+    for one in before.blocks:
+        # The ranks have deleted the chosen files before the search has come there.
+        if one not in prompt[1:]:
+            index.found([one])
+    assert [one for one in [*prompt, *lost, *kept] if one.key in index] == [prompt[0], *kept]
+
+
 def test_a_deletion_of_chosen_blocks_leaves_no_empty_directories(tmp_path: Path):
     store = Store(tmp_path)
     blocks = [block(number, f"tenant {number}") for number in range(3)]
@@ -807,4 +909,9 @@ def test_names_tell_the_block():
     owner, group, name = one.path.parts
     assert BlockName.parse(owner, group, name) == one
     assert BlockName.parse(owner, "zz", name) is None
+    (behind,) = following(one, [8])
+    assert BlockName.parse(*behind.path.parts) == behind
+    assert behind.path.name.endswith(f"-{one.hash:016x}")
+    for wrong in (f"{name}-", f"{name}-0", f"{name}-{0:016x}", f"{behind.path.name}-1", "x", ""):
+        assert BlockName.parse(owner, group, wrong) is None
     assert content(one, 0).shape == content(one, 1).shape

@@ -12,7 +12,8 @@ are found by binary search. If a cache has a gap nevertheless, the index overest
 and the worker computes the missing blocks; after a handoff that left these blocks out, it computes
 the whole prompt. Host memory and the disk may have gaps (prefix_match.py).
 
-Sets of workers are bit masks, one bit per worker.
+Sets of workers are bit masks, one bit per worker. The bit of a lost worker is used again when its
+blocks have left the masks, which happens in steps (tier_index.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ from enum import Enum
 from baton.coordinator.routing.prefixes.prefix_match import Expected, PrefixMatch, Probe
 from baton.coordinator.routing.prefixes.tier_index import TierIndex
 from baton.coordinator.state.requests import WorkerKey
+
+# Number of lost blocks that are removed in one go; this takes about 1 ms.
+_TIDIED_AT_ONCE = 1024
+# Number of lost blocks that are removed per second, beside as many as are stored.
+_TIDIED_PER_S = 200_000
 
 
 class Tier(Enum):
@@ -48,6 +54,9 @@ class PrefixIndex:
         self._workers: list[WorkerKey | None] = []
         self._turn = 0
         self._free_slots: list[int] = []
+        # Slots of forgotten workers whose bits are still in masks.
+        self._leaving_slots: list[int] = []
+        self._is_tidy, self._tidied_at = True, 0.0
         self._tiers = {tier: TierIndex() for tier in Tier}
         self._expected: dict[str, Expected] = {}
         # Expected requests by the hashes of blocks 1, 2, 4, 8, ... of their prompts. Two prompts
@@ -93,6 +102,8 @@ class PrefixIndex:
     def stored(self, worker: WorkerKey, hashes: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
         self._latest = None
         self._tiers[tier].stored(worker, hashes)
+        # Lost blocks never become more than blocks that workers hold.
+        self._tidy(len(hashes))
 
     def removed(self, worker: WorkerKey, hashes: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
         self._latest = None
@@ -102,6 +113,8 @@ class PrefixIndex:
         """Removes all blocks that a worker has reported for a tier."""
         self._latest = None
         self._tiers[tier].cleared(worker)
+        self._is_tidy = False
+        self._tidy(_TIDIED_AT_ONCE)
 
     def forget(self, worker: WorkerKey) -> None:
         """Removes a worker and the expectations for its cache."""
@@ -115,7 +128,29 @@ class PrefixIndex:
         del self._expected_at[worker]
         slot = self._slots.pop(worker)
         self._workers[slot] = None
-        self._free_slots.append(slot)
+        self._leaving_slots.append(slot)
+        self._is_tidy = False
+        self._tidy(_TIDIED_AT_ONCE)
+
+    def tidy(self, now: float) -> None:
+        """Removes some of the lost blocks from memory; called often. No query tells the difference.
+
+        Args:
+            now: time by the core's clock.
+        """
+        elapsed_s, self._tidied_at = now - self._tidied_at, now
+        self._tidy(min(_TIDIED_AT_ONCE, int(elapsed_s * _TIDIED_PER_S)))
+
+    def _tidy(self, num_blocks: int) -> None:
+        if self._is_tidy:
+            return
+        for index in self._tiers.values():
+            num_blocks = index.tidy(num_blocks)
+        for slot in list(self._leaving_slots):
+            if all(index.is_free(1 << slot) for index in self._tiers.values()):
+                self._leaving_slots.remove(slot)
+                self._free_slots.append(slot)
+        self._is_tidy = all(index.is_tidy for index in self._tiers.values())
 
     # ---- Expectations.
 
@@ -194,6 +229,9 @@ class PrefixIndex:
         """Raises AssertionError if the masks differ from the workers' blocks."""
         for worker, slot in self._slots.items():
             assert self._workers[slot] == worker
+        slots = [*self._slots.values(), *self._free_slots, *self._leaving_slots]
+        assert sorted(slots) == list(range(len(self._workers)))
+        assert not self._is_tidy or not self._leaving_slots
         bits = {worker: 1 << slot for worker, slot in self._slots.items()}
         for index in self._tiers.values():
             index.check_integrity(bits)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from heapq import nlargest
 from itertools import accumulate, islice, repeat, takewhile
 from operator import and_, itemgetter, or_
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from baton.coordinator.state.requests import WorkerKey
 
@@ -33,6 +33,16 @@ class HeldPrefix(NamedTuple):
 
 
 NOTHING_HELD = HeldPrefix(0, 0)
+
+
+class Masks(Protocol):
+    """Masks of workers by block hash."""
+
+    def get(self, block: int, default: int, /) -> int: ...
+
+    def __len__(self) -> int: ...
+
+
 # Number of workers with the longest prefixes that a placement compares, for `PrefixMatch.holders`.
 NUM_HOLDERS = 3
 
@@ -84,9 +94,9 @@ class PrefixMatch:
     def __init__(
         self,
         hashes: Sequence[int],
-        device: Mapping[int, int],
-        host: Mapping[int, int],
-        disk: Mapping[int, int],
+        device: Masks,
+        host: Masks,
+        disk: Masks,
         slots: Mapping[WorkerKey, int],
         workers: Sequence[WorkerKey | None],
         expected: Mapping[str, Expected],
@@ -99,7 +109,7 @@ class PrefixMatch:
         self._turn = turn
         # No worker holds the prompt's first block or is expected to hold it soon.
         self._is_new = not probes and not (
-            len(hashes) and any(tier.get(hashes[0]) for tier in (device, host, disk))
+            len(hashes) and any(tier.get(hashes[0], 0) for tier in (device, host, disk))
         )
         # Results of look-ups so far, by number of blocks.
         self._device_masks: dict[int, int] = {}

@@ -59,6 +59,9 @@ class Transfers:
         if found is None:
             is_trying = self.now - self._tried_at.get(near, -math.inf) < _TRIAL_S
             return math.inf if is_trying else num_bytes * _GUESS
+        if found.s_per_byte <= _GUESS:
+            return num_bytes * found.s_per_byte
+        # A pair that was slow is not used, so its speed would never be measured again.
         return num_bytes * max(_GUESS, found.s_per_byte * found.share(self.now))
 
     def handoff_s(self, pair: Pair, num_bytes: float, *, near: bool) -> float:
@@ -99,8 +102,8 @@ class Transfers:
         self._tried_at[near] = self.now
 
     def observe(self, pair: Pair, num_bytes: int, seconds: float, *, near: bool) -> None:
-        """Records a transfer's size and duration."""
-        if num_bytes < LEAST_BYTES:
+        """Records a transfer's size and duration; a duration of 0 says nothing about the speed."""
+        if num_bytes < LEAST_BYTES or seconds <= 0:
             self._tried_at.pop(near, None)
             return
         self._pairs[pair] = with_latest(self._pairs.pop(pair, None), num_bytes, seconds, self.now)

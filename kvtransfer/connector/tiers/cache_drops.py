@@ -8,6 +8,7 @@ when it ends, and what it computes later may be stored again.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -89,7 +90,10 @@ class CacheDrops:
         """
         if (order := RequestParams(request.kv_transfer_params).drop) is None:
             return
-        selection = BlockSelection.of(order.cache_salt, order.block_hashes)
+        on_disk = self._host.parents_on_disk() if self._host is not None else ()
+        selection = BlockSelection.of(order.cache_salt, order.block_hashes).with_followers(
+            itertools.chain(self._cached.parents(), on_disk)
+        )
         num_host = num_disk = 0
         deletion = None
         # The owners of blocks in host memory are known until the device's report follows.

@@ -7,12 +7,12 @@ blocks of a prompt.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from baton.kvtransfer.block_changes import BlockChanges, CacheChange
-from baton.kvtransfer.disk.orders import BlockSelection, owner_of
+from baton.kvtransfer.disk.orders import BlockName, BlockSelection, owner_of
 from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.prompt_images import ImageKey
 
@@ -27,12 +27,14 @@ class _Block:
     Attributes:
         hash: Baton's hash.
         owner: Name that all blocks with the same salt share (disk/orders.py).
+        parent: Baton's hash of the block before it; 0: there is none, or it is not known.
         num_copies: Number of equal blocks in the cache; vLLM may cache a block twice, and reports
             each copy. 0: only host memory has the block, or gets it.
     """
 
     hash: int
     owner: str
+    parent: int
     num_copies: int = 0
 
 
@@ -79,9 +81,10 @@ class CachedBlocks:
         plain = (adapter,) if adapter else ()
         if parent is None:
             salt, keys[0] = _salt(keys[0], plain)
-            before, owner = root_of(adapter, salt), owner_of(salt)
+            before, parent_hash, owner = root_of(adapter, salt), 0, owner_of(salt)
         elif (found := self._blocks.get(parent)) is not None:
-            before, owner = found.hash, found.owner
+            before = parent_hash = found.hash
+            owner = found.owner
         else:
             return
         if len(token_ids) // self._block_size_tokens != len(names):
@@ -91,13 +94,14 @@ class CachedBlocks:
             if extra != plain:
                 return
             if (block := self._blocks.get(name)) is None:
-                block = self._blocks[name] = _Block(block_hash, owner)
+                block = self._blocks[name] = _Block(block_hash, owner, parent_hash)
                 if self._in_host.get(name):
                     # It was not known when it arrived there: its parent was deleted before.
                     self._host_changes.store(block_hash)
             block.num_copies += 1
             if block.num_copies == 1:
                 self._changes.store(block_hash)
+            parent_hash = block_hash
 
     def removed(self, names: Sequence[Name]) -> None:
         """Takes a BlockRemoved event."""
@@ -122,20 +126,24 @@ class CachedBlocks:
 
     # ---- Host memory
 
-    def described(self, name: Name) -> tuple[int, str] | None:
-        """Returns Baton's hash of a block and its owner; None if they are not known."""
+    def described(self, name: Name) -> tuple[int, str, int] | None:
+        """Returns Baton's hash of a block, its owner and its parent; None if it is not known."""
         block = self._blocks.get(name)
-        return (block.hash, block.owner) if block is not None else None
+        return (block.hash, block.owner, block.parent) if block is not None else None
 
     def is_selected(self, name: Name, selection: BlockSelection) -> bool:
         """Returns whether a selection includes a block; a block that is not known may be any."""
         block = self._blocks.get(name)
         return block is None or selection.includes(block.hash, block.owner)
 
-    def come_from_disk(self, name: Name, block_hash: int, owner: str) -> None:
+    def parents(self) -> Iterator[tuple[int, int]]:
+        """Yields the hashes of the blocks that are known, and of the blocks before them."""
+        return ((block.hash, block.parent) for block in self._blocks.values())
+
+    def come_from_disk(self, name: Name, block: BlockName) -> None:
         """Notes that a block that was on disk is being loaded to host memory."""
         self._in_host[name] = False
-        self._blocks.setdefault(name, _Block(block_hash, owner))
+        self._blocks.setdefault(name, _Block(block.hash, block.owner, block.parent))
 
     def go_to_host(self, names: Iterable[Name]) -> None:
         """Notes that blocks are being copied to host memory."""

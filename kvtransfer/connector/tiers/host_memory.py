@@ -271,8 +271,7 @@ class HostBlocks(CPUOffloadingManager):
         self._reports.leave_host(_names(output.evicted_keys))
         loaded = output.keys_to_store
         for key, name, slot in zip(loaded, _names(loaded), _slots(output.store_spec), strict=True):
-            block = disk.get(key)
-            self._reports.come_from_disk(name, block.hash, block.owner)
+            self._reports.come_from_disk(name, disk.get(key))
             disk.load(key, slot)
         return set(loaded)
 

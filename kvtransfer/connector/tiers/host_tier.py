@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -279,6 +279,10 @@ class HostTier:
             state = self._scheduler._req_status.get(request.request_id)
             if state is not None:
                 self._blocks.used(state.group_states[0].offload_keys)
+
+    def parents_on_disk(self) -> Iterator[tuple[int, int]]:
+        """Yields the blocks on disk; see DiskIndex.parents."""
+        return self._disk.index.parents() if self._disk is not None else iter(())
 
     def delete(self, selection: BlockSelection) -> tuple[int, int, int | None]:
         """Deletes blocks in host memory and on disk; those in use as soon as they are not.

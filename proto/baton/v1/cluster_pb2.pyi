@@ -1683,7 +1683,9 @@ class DropCacheCommand(_message.Message):
     """Delete only blocks of requests with this RequestSpec.cache_salt; absent: all blocks."""
     @_builtins.property
     def only(self) -> Global___BlockHashes:
-        """Delete only blocks that also have one of these hashes; absent: with any hash."""
+        """Delete only blocks that also have one of these hashes, or come after such a block in a prompt or
+        an answer; absent: with any hash.
+        """
 
     def __init__(
         self,
