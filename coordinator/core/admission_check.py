@@ -5,18 +5,13 @@ from __future__ import annotations
 from array import array
 from typing import NamedTuple
 
+from baton.coordinator.core.parts import Parts
 from baton.coordinator.core.retries import Retries
-from baton.coordinator.lanes.admission import Admission, TtftForecast
-from baton.coordinator.lanes.lanes import TENANT_RATE, Lanes
-from baton.coordinator.rollouts.traffic import Traffic
+from baton.coordinator.lanes.admission import TtftForecast
+from baton.coordinator.lanes.lanes import TENANT_RATE
 from baton.coordinator.routing.output_lengths import max_output_tokens
-from baton.coordinator.routing.placers import Placers
 from baton.coordinator.state.fleets import Fleet
-from baton.coordinator.state.latency_targets import LatencyTargets
-from baton.coordinator.state.request_table import RequestTable
 from baton.coordinator.state.requests import EndedRequest, Request, Submission
-from baton.coordinator.state.workers import WorkerRegistry
-from baton.coordinator.telemetry.stats import CoreStats
 from baton.runtime import errors
 
 
@@ -41,21 +36,10 @@ class AdmissionResult(NamedTuple):
 class AdmissionCheck:
     """Checks submissions against all limits, and counts arrived and shed requests."""
 
-    def __init__(
-        self,
-        requests: RequestTable,
-        targets: LatencyTargets,
-        workers: WorkerRegistry,
-        placers: Placers,
-        traffic: Traffic,
-        lanes: Lanes,
-        admission: Admission,
-        stats: CoreStats,
-    ) -> None:
-        self._requests, self._workers, self._placers = requests, workers, placers
-        self._targets = targets
-        self._traffic, self._lanes = traffic, lanes
-        self._admission, self._stats = admission, stats
+    def __init__(self, parts: Parts) -> None:
+        self._requests, self._workers, self._placers = parts.requests, parts.workers, parts.placers
+        self._targets, self._traffic, self._lanes = parts.targets, parts.traffic, parts.lanes
+        self._admission, self._stats = parts.admission, parts.stats
         self._retries = Retries()
 
     def check(

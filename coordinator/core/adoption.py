@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from baton.coordinator.core.outputs import apply_step
-from baton.coordinator.core.request_lifecycle import RequestLifecycle
-from baton.coordinator.routing.placers import Placers
+from baton.coordinator.core.attempts import Attempts
+from baton.coordinator.core.outputs import Outputs
+from baton.coordinator.core.parts import Parts
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.requests import (
@@ -28,8 +28,8 @@ from baton.coordinator.state.requests import (
     Submission,
     WorkerKey,
 )
-from baton.coordinator.state.timers import CoreTimer, Timers
-from baton.coordinator.state.workers import Worker, WorkerRegistry
+from baton.coordinator.state.timers import CoreTimer
+from baton.coordinator.state.workers import Worker
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -158,19 +158,14 @@ class Adoption:
     that its welcome does not list, so that no two workers feed one stream.
     """
 
-    def __init__(
-        self,
-        lifecycle: RequestLifecycle,
-        workers: WorkerRegistry,
-        placers: Placers,
-        timers: Timers,
-    ) -> None:
-        self._lifecycle, self._workers, self._placers, self._timers = (
-            lifecycle,
-            workers,
-            placers,
-            timers,
+    def __init__(self, parts: Parts, attempts: Attempts, outputs: Outputs) -> None:
+        self._requests, self._workers, self._placers = parts.requests, parts.workers, parts.placers
+        self._timers, self._effects, self._room_freed = (
+            parts.timers,
+            parts.effects,
+            parts.room_freed,
         )
+        self._attempts, self._outputs = attempts, outputs
         self._orphans: dict[RequestKey, _Orphan] = {}
         # Latest cancelled attempt by request. A worker that lost its stream before the welcome
         # reports the attempt again in its next Hello, and reads the cancel after that welcome.
@@ -233,7 +228,7 @@ class Adoption:
             orphan.take(output)
             if orphan.finished is not None:
                 self._placers.release_held(key, orphan.fleet, orphan.worker)
-                self._lifecycle.room_freed()
+                self._room_freed()
             else:
                 self._placers.grow_held(key, orphan.fleet, orphan.worker, orphan.num_kv_tokens)
 
@@ -269,7 +264,7 @@ class Adoption:
             self._timers.set(CoreTimer.ADOPTION, now + _LATE_S - _RETURN_S)
         else:
             self._phase = _Phase.SETTLED
-        self._lifecycle.room_freed()
+        self._room_freed()
 
     def expire(self, key: RequestKey) -> None:
         """Cancels an orphan whose client has not come back in time."""
@@ -281,7 +276,7 @@ class Adoption:
 
     def _keep(self, key: RequestKey, orphan: _Orphan, now: float) -> bool:
         """Decides whether a worker continues an attempt; if so, keeps it as orphan or adopts it."""
-        request = self._lifecycle.requests.get(key)
+        request = self._requests.get(key)
         if request is not None and self._may_take_back(request, orphan):
             return self._join(request, orphan, now)
         if request is not None:
@@ -294,7 +289,7 @@ class Adoption:
         if other is not None and (other.worker, other.attempt) == (orphan.worker, orphan.attempt):
             # The cancelled attempt of this number belongs to another worker.
             is_cancelled = False
-        if newer or is_cancelled or self._lifecycle.requests.ended(key) is not None:
+        if newer or is_cancelled or self._requests.ended(key) is not None:
             return False
         if other is not None and other.worker != orphan.worker:
             self._cancel(key, other)
@@ -334,7 +329,7 @@ class Adoption:
             if not request.attempt:
                 request.attempts_before = max(request.attempts_before, orphan.attempt)
             return False
-        self._lifecycle.adopt(request, worker, orphan.attempt, now)
+        self._attempts.adopt(request, worker, orphan.attempt, now)
         return self._deliver(request, orphan, now)
 
     def _deliver(self, request: Request, orphan: _Orphan, now: float) -> bool:
@@ -342,12 +337,12 @@ class Adoption:
         rest = orphan.rest(request.submission, request.token_ids, request.text_chars)
         if rest is None:
             error = errors.Internal(f"worker {orphan.worker[0]} came back with another output")
-            self._lifecycle.recover(request, orphan.worker, error, now)
+            self._attempts.recover(request, orphan.worker, error, now)
             return False
         output = cluster_pb2.RequestOutput(
             request_id=request.key, attempt=orphan.attempt, delta=rest, finished=orphan.finished
         )
-        apply_step(self._lifecycle, orphan.worker, cluster_pb2.StepOutputs(outputs=[output]), now)
+        self._outputs.apply_step(orphan.worker, cluster_pb2.StepOutputs(outputs=[output]), now)
         return request.state is RequestState.DECODING
 
     def _pop(self, key: RequestKey) -> _Orphan | None:
@@ -355,7 +350,7 @@ class Adoption:
         orphan = self._orphans.pop(key, None)
         if orphan is not None:
             self._placers.release_held(key, orphan.fleet, orphan.worker)
-            self._lifecycle.room_freed()
+            self._room_freed()
         return orphan
 
     def _forget(self, key: RequestKey) -> None:
@@ -367,4 +362,4 @@ class Adoption:
         if len(self._cancelled) > _MAX_CANCELLED:
             self._cancelled.popitem(last=False)
         command = cluster_pb2.CancelCommand(request_id=key, attempt=orphan.attempt)
-        self._lifecycle.effects.add(ev.SendCommand(orphan.worker, command))
+        self._effects.add(ev.SendCommand(orphan.worker, command))

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.coordinator.core.commands import Commands
+from baton.coordinator.core.parts import Parts
 from baton.coordinator.routing.choices import Fetch, Placement
 from baton.coordinator.routing.fleet_view import FleetView
-from baton.coordinator.routing.placers import Placers
 from baton.coordinator.routing.request_needs import RequestNeeds
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.requests import Request, WorkerKey
@@ -84,10 +83,9 @@ class Fetches:
     the blocks that they share with it sooner.
     """
 
-    def __init__(
-        self, commands: Commands, placers: Placers, random_bytes: Callable[[int], bytes]
-    ) -> None:
-        self._commands, self._placers, self._random_bytes = commands, placers, random_bytes
+    def __init__(self, parts: Parts) -> None:
+        self._commands, self._placers = parts.commands, parts.placers
+        self._random_bytes = parts.random_bytes
         self._fetches: dict[bytes, _Fetch] = {}
         self._by_prefill: dict[WorkerKey, dict[bytes, _Fetch]] = {}
         # Only the routes: requests and their prompts are too large to be kept for late reports.

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from baton.coordinator.core.adoption import Adoption
+from baton.coordinator.core.attempts import Attempts
 from baton.coordinator.core.failure_detector import FailureDetector
+from baton.coordinator.core.fetches import Fetches
 from baton.coordinator.core.flips import Flips
-from baton.coordinator.core.request_lifecycle import RequestLifecycle
+from baton.coordinator.core.parts import Parts
+from baton.coordinator.core.request_ends import RequestEnds
+from baton.coordinator.core.request_fleets import RequestFleets
 from baton.coordinator.core.worker_removal import Departure, WorkerRemoval
-from baton.coordinator.routing.loads.latency import LatencyRegistry
-from baton.coordinator.routing.placers import Placers
 from baton.coordinator.scaling.drains import Drains
 from baton.coordinator.scaling.scaling import Scaler
 from baton.coordinator.state import events as ev
-from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import POOL_OF, ROLE_OF
 from baton.coordinator.state.requests import WorkerKey
 from baton.coordinator.state.scaling_decision import Drain
-from baton.coordinator.state.timers import Timers
-from baton.coordinator.state.workers import Worker, WorkerRegistry, without_running
+from baton.coordinator.state.workers import Worker, without_running
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -33,43 +31,34 @@ class Membership:
     """Owns the workers from attaching to leaving: their states and their timers.
 
     Args:
-        config: Limits and times.
-        lifecycle: The requests.
-        workers: Attached workers.
-        placers: Choose workers for requests.
-        latency: Fitted costs of engine steps.
+        parts: The shared parts of the core.
+        attempts: Moves and recovers requests.
+        ends: Fails requests.
+        request_fleets: Limits requests to the context of their fleet.
+        fetches: Prefixes that workers send.
         adoption: Attempts that workers run for an earlier coordinator.
         scaler: Sizes of the pools.
-        timers: The core's timers; each worker has one.
-        emit: Takes effects.
     """
 
     def __init__(
         self,
-        config: CoreConfig,
-        lifecycle: RequestLifecycle,
-        workers: WorkerRegistry,
-        placers: Placers,
-        latency: LatencyRegistry,
+        parts: Parts,
+        attempts: Attempts,
+        ends: RequestEnds,
+        request_fleets: RequestFleets,
+        fetches: Fetches,
         adoption: Adoption,
         scaler: Scaler,
-        timers: Timers,
-        emit: Callable[[ev.Effect], None],
     ) -> None:
-        self._config, self._lifecycle, self._workers, self._placers = (
-            config,
-            lifecycle,
-            workers,
-            placers,
-        )
-        self._latency, self._adoption, self._scaler = latency, adoption, scaler
-        self._timers, self._emit = timers, emit
-        self._removal = WorkerRemoval(
-            lifecycle, workers, placers, latency, adoption, scaler, timers, emit
-        )
-        self._drains = Drains(workers, placers, emit)
-        self._flips = Flips(lifecycle, workers, placers, scaler, config.scaling.drain_s, emit)
-        self._detector = FailureDetector(config)
+        self._config, self._workers, self._placers = parts.config, parts.workers, parts.placers
+        self._requests, self._lanes, self._stats = parts.requests, parts.lanes, parts.stats
+        self._latency, self._timers, self._effects = parts.latency, parts.timers, parts.effects
+        self._room_freed, self._request_fleets = parts.room_freed, request_fleets
+        self._adoption, self._scaler = adoption, scaler
+        self._removal = WorkerRemoval(parts, attempts, ends, fetches, adoption, scaler)
+        self._drains = Drains(parts.workers, parts.placers, parts.effects.add)
+        self._flips = Flips(parts, attempts, scaler)
+        self._detector = FailureDetector(parts.config)
 
     def flip_error(
         self, worker: Worker, role: common_pb2.Role.ValueType
@@ -93,7 +82,7 @@ class Membership:
         key = (hello.worker_id, hello.incarnation)
         refusal = self._workers.refusal(hello)
         if refusal is not None:
-            self._emit(ev.RefuseWorker(key, refusal))
+            self._effects.add(ev.RefuseWorker(key, refusal))
             return None
         worker = self._workers.by_id(hello.worker_id)
         was_in = (worker.role, worker.fleet) if worker is not None else None
@@ -116,10 +105,10 @@ class Membership:
             self._detector.expect(worker)
             self._workers.add(worker)
             if len(fleet.workers) == 1:
-                self._lifecycle.limit_outputs(fleet, now)
+                self._request_fleets.limit_outputs(fleet, now)
             if not hello.generation:
                 # The worker has served no coordinator before.
-                self._lifecycle.stats.attached_first(worker, now)
+                self._stats.attached_first(worker, now)
             if not event.returns:
                 self._scaler.launches.attached(worker.key, now)
         else:
@@ -137,13 +126,13 @@ class Membership:
         if was_in is not None:
             self._removal.left_pool(*was_in, now)
         adopted = self._adoption.attached(worker, hello.running, now, returns=event.returns)
-        self._emit(ev.WelcomeWorker(worker.key, worker.role, tuple(adopted)))
+        self._effects.add(ev.WelcomeWorker(worker.key, worker.role, tuple(adopted)))
         if self._scaler.launches.is_ending(worker.key):
             # Its start was cancelled, but it attached before it was ended.
             self.drain(worker, self._config.scaling.drain_s, "it was to end before", now)
         elif forgetful is not None:
             self._order_again(forgetful, worker, now)
-        self._lifecycle.room_freed()
+        self._room_freed()
         return worker
 
     def _order_again(self, before: Worker, worker: Worker, now: float) -> None:
@@ -192,11 +181,11 @@ class Membership:
         self._latency.observe(worker, load.steps)
         # vLLM's one-token prompt chunks look like decodes, so steps of other workers are left out.
         if load.steps and worker.role in worker.fleet.workers.roles_doing(common_pb2.ROLE_DECODE):
-            self._lifecycle.stats.recent.at(now).decode_steps(load.steps)
+            self._stats.recent.at(now).decode_steps(load.steps)
         self._placers.report_kv(worker, load.kv_tokens_used)
         self._placers.report_tier_loads(worker, load)
-        if len(self._lifecycle.lanes):
-            self._lifecycle.room_freed()
+        if len(self._lanes):
+            self._room_freed()
         is_idle = not (load.num_running or worker.stuck or self._awaits_step(worker))
         if load.num_steps != worker.num_steps or is_idle:
             worker.num_steps, worker.progressed_at, worker.stuck = load.num_steps, now, False
@@ -237,7 +226,7 @@ class Membership:
             self._flips.heard(worker)
         self._placers.refresh(worker)
         self._removal.left_pool(*was_in, now)
-        self._lifecycle.room_freed()
+        self._room_freed()
 
     def detached(self, event: ev.WorkerDetached, now: float) -> None:
         """Handles the end of a worker's stream; the worker may come back."""
@@ -355,7 +344,7 @@ class Membership:
         ledger decides. A request that waits for its handoff needs no step.
         """
         for key in worker.ledger.unanswered:
-            request = self._lifecycle.requests.get(key)
+            request = self._requests.get(key)
             sender = self._workers.get(request.prefill) if request is not None else None
             if sender is None or sender is worker or key not in sender.ledger.handoffs:
                 return True

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
-from baton.coordinator.core.request_lifecycle import RequestLifecycle
+from baton.coordinator.core.attempts import Attempts
+from baton.coordinator.core.parts import Parts
+from baton.coordinator.core.request_ends import RequestEnds
+from baton.coordinator.core.request_fleets import RequestFleets
 from baton.coordinator.rollouts.retiring import gone_error
 from baton.coordinator.rollouts.rollout import Rollouts
 from baton.coordinator.rollouts.traffic import fits
 from baton.coordinator.state import events as ev
-from baton.coordinator.state.workers import Worker, WorkerRegistry
+from baton.coordinator.state.workers import Worker
 
 
 class RolloutControl:
     """Advances the rollouts after each event that may change them.
 
     Args:
+        parts: The shared parts of the core.
         rollouts: Decide which fleets get requests, and which leave.
-        lifecycle: Ends and moves requests.
-        workers: All attached workers.
+        attempts: Moves requests off their workers.
+        ends: Ends requests.
+        request_fleets: Moves requests to another fleet.
     """
 
     def __init__(
-        self, rollouts: Rollouts, lifecycle: RequestLifecycle, workers: WorkerRegistry
+        self,
+        parts: Parts,
+        rollouts: Rollouts,
+        attempts: Attempts,
+        ends: RequestEnds,
+        request_fleets: RequestFleets,
     ) -> None:
-        self._rollouts, self._lifecycle, self._workers = rollouts, lifecycle, workers
+        self._requests, self._workers = parts.requests, parts.workers
+        self._room_freed = parts.room_freed
+        self._rollouts, self._attempts, self._ends = rollouts, attempts, ends
+        self._request_fleets = request_fleets
         # WorkerRegistry.num_changes when the rollouts were advanced last.
         self._num_changes_seen = 0
 
@@ -82,13 +95,13 @@ class RolloutControl:
         may compute it.
         """
         overdue = self._rollouts.retiring.overdue(now)
-        for request in self._lifecycle.requests.all() if overdue else ():
+        for request in self._requests.all() if overdue else ():
             if request.fleet not in overdue:
                 continue
             if len(request.token_ids):
-                self._lifecycle.fail(request, gone_error(request.fleet), now)
+                self._ends.fail(request, gone_error(request.fleet), now)
             elif not request.waits:
-                self._lifecycle.move(request, now)
+                self._attempts.move(request, now)
 
     def _move_waiting(self, now: float) -> None:
         """Moves requests that wait without output to the stable fleet if their fleet is closed.
@@ -98,12 +111,12 @@ class RolloutControl:
         """
         traffic = self._rollouts.traffic
         model = traffic.stable.workers.model
-        for request in self._lifecycle.requests.all():
+        for request in self._requests.all():
             if (
                 not request.has_begun
                 and not traffic.gets_new(request.fleet)
                 and (fits(request.submission, model) or self._rollouts.is_gone(request.fleet))
             ):
-                self._lifecycle.change_fleet(request, traffic.stable, now)
+                self._request_fleets.move_to_stable(request, traffic.stable, now)
         # Requests that wait for a fleet without workers fail in the next round of dispatching.
-        self._lifecycle.room_freed()
+        self._room_freed()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
 
 from baton.coordinator.core.adoption import Adoption
-from baton.coordinator.core.request_lifecycle import RequestLifecycle
-from baton.coordinator.routing.loads.latency import LatencyRegistry
-from baton.coordinator.routing.placers import Placers
+from baton.coordinator.core.attempts import Attempts
+from baton.coordinator.core.fetches import Fetches
+from baton.coordinator.core.parts import Parts
+from baton.coordinator.core.request_ends import RequestEnds
 from baton.coordinator.scaling.scaling import Scaler
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.requests import RequestKey, RequestState
-from baton.coordinator.state.timers import Timers
-from baton.coordinator.state.workers import Worker, WorkerRegistry
+from baton.coordinator.state.workers import Worker
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -52,27 +51,28 @@ class WorkerRemoval:
     """Removes workers, for ever or until they respond, and recovers their requests.
 
     Args:
-        emit: Takes effects.
+        parts: The shared parts of the core.
+        attempts: Recovers requests.
+        ends: Fails requests.
+        fetches: Prefixes that workers send.
+        adoption: Attempts that workers run for an earlier coordinator.
+        scaler: Replaces workers.
     """
 
     def __init__(
         self,
-        lifecycle: RequestLifecycle,
-        workers: WorkerRegistry,
-        placers: Placers,
-        latency: LatencyRegistry,
+        parts: Parts,
+        attempts: Attempts,
+        ends: RequestEnds,
+        fetches: Fetches,
         adoption: Adoption,
         scaler: Scaler,
-        timers: Timers,
-        emit: Callable[[ev.Effect], None],
     ) -> None:
-        self._lifecycle, self._workers, self._placers, self._latency = (
-            lifecycle,
-            workers,
-            placers,
-            latency,
-        )
-        self._adoption, self._scaler, self._timers, self._emit = adoption, scaler, timers, emit
+        self._workers, self._placers, self._latency = parts.workers, parts.placers, parts.latency
+        self._requests, self._stats, self._timers = parts.requests, parts.stats, parts.timers
+        self._effects, self._room_freed = parts.effects, parts.room_freed
+        self._attempts, self._ends, self._fetches = attempts, ends, fetches
+        self._adoption, self._scaler = adoption, scaler
 
     def lose(
         self, worker: Worker, reason: str, now: float, how: Departure = Departure.LOST
@@ -92,17 +92,17 @@ class WorkerRemoval:
         self._latency.forget(worker.key)
         self._timers.cancel(worker.key)
         if how.fenced or how.blamed:
-            self._lifecycle.stats.worker_lost(now)
+            self._stats.worker_lost(now)
         leaves = worker.state == cluster_pb2.WORKER_STATE_DRAINING
         if how.ended:
             self._scaler.left(worker.id, reason, now, wanted=leaves)
         suspects = worker.computing() if how.blamed and not worker.unresponsive else []
         self._recover_all(worker, reason, suspects, now, left=how.orderly)
-        self._lifecycle.fetches.lost(worker.key)
+        self._fetches.lost(worker.key)
         if how.ended:
             self.left_pool(worker.role, worker.fleet, now)
         fence = errors.Aborted(f"worker {worker.id} is fenced: it {reason}") if how.fenced else None
-        self._emit(ev.FenceWorker(worker.key, fence))
+        self._effects.add(ev.FenceWorker(worker.key, fence))
 
     def suspect(self, worker: Worker, reason: str, now: float) -> None:
         """Marks a worker as unresponsive; other workers take over its requests, if there are any.
@@ -118,22 +118,22 @@ class WorkerRemoval:
         ):
             worker.unresponsive = reason
             self._placers.refresh(worker)
-            self._lifecycle.stats.worker_unresponsive(now)
+            self._stats.worker_unresponsive(now)
             self._recover_all(worker, reason, [], now, with_begun=has_peers, is_out=False)
-            self._lifecycle.fetches.lost(worker.key)
+            self._fetches.lost(worker.key)
 
     def responds(self, worker: Worker) -> None:
         worker.unresponsive = ""
         self._placers.refresh(worker)
-        self._lifecycle.room_freed()
+        self._room_freed()
 
     def left_pool(self, role: common_pb2.Role.ValueType, fleet: Fleet, now: float) -> None:
         """Lets parked requests wait for a new worker if the last one for their work has left."""
         if fleet.workers.able(role).num_attached:
             return
-        for request in self._lifecycle.requests.all():
+        for request in self._requests.all():
             if request.state is RequestState.PARKED and request.fleet is fleet:
-                self._lifecycle.recover_parked(request, now)
+                self._attempts.recover_parked(request, now)
 
     # ---- Private methods
 
@@ -150,7 +150,7 @@ class WorkerRemoval:
     ) -> None:
         lost = f"worker {worker.id} {reason}"
         for key in [*worker.ledger, *worker.ledger.handoffs]:
-            request = self._lifecycle.requests.get(key)
+            request = self._requests.get(key)
             if request is None or worker.key not in (request.prefill, request.decode):
                 continue
             if len(request.token_ids) and not with_begun:
@@ -158,14 +158,14 @@ class WorkerRemoval:
             if not is_out and not worker.can_resume(request):
                 continue
             if left:
-                self._lifecycle.worker_left(request, now)
+                self._attempts.worker_left(request, now)
                 continue
             if request.suspect and suspects == [key]:
                 error = errors.Internal(
                     f"two workers died while they computed request {request.id}; the last one, "
                     f"worker {worker.id}, {reason}"
                 )
-                self._lifecycle.fail(request, error, now)
+                self._ends.fail(request, error, now)
                 continue
             request.suspect |= key in suspects
-            self._lifecycle.recover(request, worker.key, errors.Unavailable(lost), now)
+            self._attempts.recover(request, worker.key, errors.Unavailable(lost), now)

@@ -43,8 +43,8 @@ _BATCH = common_pb2.LANE_BATCH
 class Lanes:
     """Orders waiting requests, and charges tenants for the tokens that they are served.
 
-    RequestLifecycle owns the lanes and calls them from a request's admission to its end; the
-    dispatcher asks for the next request. A tenant has one account per lane and fleet. The prompt
+    The core calls the lanes from a request's admission to its end; its dispatcher asks for the next
+    request. A tenant has one account per lane and fleet. The prompt
     is charged when the request is dispatched, output tokens as they are generated. A tenant at its
     concurrency limit is not in the order, and its unused share does not accumulate.
 
