@@ -54,6 +54,7 @@ class Attempts:
         assignments: Assignments,
         ends: RequestEnds,
     ) -> None:
+        self._clock = parts.clock
         self._config, self._workers, self._placers = parts.config, parts.workers, parts.placers
         self._requests, self._lanes, self._stats = parts.requests, parts.lanes, parts.stats
         self._random_bytes, self._room_freed = parts.random_bytes, parts.room_freed
@@ -61,9 +62,10 @@ class Attempts:
         self._states, self._fleets, self._fetches = states, fleets, fetches
         self._assignments, self._ends = assignments, ends
 
-    def dispatch(self, request: Request, placement: Placement, now: float) -> None:
+    def dispatch(self, request: Request, placement: Placement) -> None:
         """Sends the next attempt of a queued request to its workers."""
-        self._states.advance(request, RequestState.PREFILLING, now)
+        now = self._clock.now
+        self._states.advance(request, RequestState.PREFILLING)
         request.attempt += 1
         request.prompt_sources = None
         self._requests.begin_attempt(request)
@@ -87,27 +89,27 @@ class Attempts:
         is_owed = self._lanes.dispatched(request, num_tokens if request.attempt == 1 else 0)
         self._assignments.assign(request, placement, num_tokens, can_be_parked=not is_owed)
         self._keep_deltas(request, decoder)
-        self._fetches.begin(request, placement, now)
+        self._fetches.begin(request, placement)
         if prefiller is None:
-            self._send_decode(request, now)
+            self._send_decode(request)
             return
         self._assignments.sent(request, prefiller)
         if placement.handoff:
             self._assignments.begin_handoff(request, prefiller)
-        self._commands.prefill(request, prefiller.key, now)
+        self._commands.prefill(request, prefiller.key)
 
-    def adopt(self, request: Request, worker: Worker, attempt: int, now: float) -> None:
+    def adopt(self, request: Request, worker: Worker, attempt: int) -> None:
         """Takes over an attempt that a worker runs for an earlier coordinator.
 
         Args:
             request: A waiting request, or one whose new attempt is cancelled now.
             worker: The worker that runs the attempt.
             attempt: Number of the attempt on the worker.
-            now: Time by the core's clock.
         """
+        now = self._clock.now
         if not request.waits:
-            self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_RECOVERY, now)
-        self._states.advance(request, RequestState.DECODING, now)
+            self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_RECOVERY)
+        self._states.advance(request, RequestState.DECODING)
         request.attempts_before, request.attempt = attempt - 1, 1
         request.prompt_sources = None
         self._requests.begin_attempt(request)
@@ -118,20 +120,17 @@ class Attempts:
             self._stats.dispatched(request, now, after_start=False)
         self._stats.num_adopted += 1
         if request.fleet is not worker.fleet:
-            self._fleets.change(request, worker.fleet, now)
+            self._fleets.change(request, worker.fleet)
         request.hashes = None
         self._lanes.dispatched(request, 0)
         self._assignments.adopt(request, worker)
 
-    def prompt_computed(
-        self, request: Request, timings: cluster_pb2.StageTimings, now: float
-    ) -> None:
+    def prompt_computed(self, request: Request, timings: cluster_pb2.StageTimings) -> None:
         """Records from which sources the KV cache of a prompt came; once per attempt.
 
         Args:
             request: The request.
             timings: First timings of the attempt from the worker that computed the prompt.
-            now: Time by the core's clock.
         """
         if request.prompt_sources is not None:
             return
@@ -142,23 +141,23 @@ class Attempts:
         if self._fetches.end(request):
             self._stats.fetch_ended(loaded=sources.fetched > 0)
         self._lanes.cached(request, sources.num_cached)
-        self._stats.prompt_computed(sources, now)
+        self._stats.prompt_computed(sources, self._clock.now)
 
-    def begin_decode(self, request: Request, now: float) -> None:
+    def begin_decode(self, request: Request) -> None:
         """Tells the decode worker to continue after the first token, which is known now."""
-        self.prefill_done(request, now)
-        self._states.advance(request, RequestState.HANDING_OFF, now)
-        self._send_decode(request, now)
+        self.prefill_done(request)
+        self._states.advance(request, RequestState.HANDING_OFF)
+        self._send_decode(request)
 
-    def prefill_done(self, request: Request, now: float) -> None:
+    def prefill_done(self, request: Request) -> None:
         """Records that the prompt is computed. The prefill worker may still send the handoff."""
-        request.prefill_done, request.prompt_done_at = True, now
+        request.prefill_done, request.prompt_done_at = True, self._clock.now
         self._assignments.prefill_done(request)
 
-    def decoding(self, request: Request, now: float) -> None:
+    def decoding(self, request: Request) -> None:
         """Records the first output of the decode worker."""
-        self._states.advance(request, RequestState.DECODING, now)
-        request.decoding_at = now
+        self._states.advance(request, RequestState.DECODING)
+        request.decoding_at = self._clock.now
         if request.prefill is None:
             # The decode worker has computed the prompt, so it has room for the next one.
             self._assignments.prefill_done(request)
@@ -177,9 +176,7 @@ class Attempts:
 
     # ---- Attempts that end before their request
 
-    def recover(
-        self, request: Request, worker: WorkerKey, error: errors.BatonError, now: float
-    ) -> None:
+    def recover(self, request: Request, worker: WorkerKey, error: errors.BatonError) -> None:
         """Queues a request again after its attempt was lost; the client keeps its tokens.
 
         After max_lost_attempts losses in a row the request fails with the code of the last loss and
@@ -189,45 +186,43 @@ class Attempts:
             request: A dispatched request.
             worker: The worker that lost its part of the request.
             error: The reason, with the worker's name.
-            now: Time by the core's clock.
         """
         request.losses.append(error)
         if len(request.losses) >= self._config.max_lost_attempts:
-            self._ends.fail(request, _lost_too_often(request.losses), now)
+            self._ends.fail(request, _lost_too_often(request.losses))
             return
         request.avoid[worker] = None
-        self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_RECOVERY, now)
-        self._stats.recovered(request, now)
+        self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_RECOVERY)
+        self._stats.recovered(request, self._clock.now)
 
-    def worker_left(self, request: Request, now: float) -> None:
+    def worker_left(self, request: Request) -> None:
         """Queues a request again whose worker stopped as it was asked to; no attempt was lost."""
-        self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_PARKED, now)
+        self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_PARKED)
         self._stats.num_moved += 1
 
-    def park(self, request: Request, now: float) -> None:
+    def park(self, request: Request) -> None:
         """Parks a running batch request: it leaves its workers and waits for another turn."""
         request.num_parked += 1
-        self._begin_again(request, RequestState.PARKED, common_pb2.STAGE_PARKED, now)
-        self._stats.parked(now)
+        self._begin_again(request, RequestState.PARKED, common_pb2.STAGE_PARKED)
+        self._stats.parked(self._clock.now)
 
-    def recover_parked(self, request: Request, now: float) -> None:
+    def recover_parked(self, request: Request) -> None:
         """Moves a parked request to RECOVERING, because no worker is left that could take it."""
-        self._states.advance(request, RequestState.RECOVERING, now)
+        self._states.advance(request, RequestState.RECOVERING)
 
-    def move(self, request: Request, now: float, placement: Placement | None = None) -> None:
+    def move(self, request: Request, placement: Placement | None = None) -> None:
         """Takes a request off a worker that flips or whose revision ends; no attempt is lost.
 
         Args:
             request: A dispatched request.
-            now: Time by the core's clock.
             placement: The workers that it is sent to at once; None: it waits for its turn.
         """
-        self._begin_again(request, RequestState.PARKED, common_pb2.STAGE_PARKED, now)
+        self._begin_again(request, RequestState.PARKED, common_pb2.STAGE_PARKED)
         self._stats.num_moved += 1
         if placement is not None:
-            self.dispatch(request, placement, now)
+            self.dispatch(request, placement)
 
-    def hand_over_again(self, request: Request, now: float) -> None:
+    def hand_over_again(self, request: Request) -> None:
         """Queues a request again whose decode worker lacks blocks that it cannot compute.
 
         Its handoff left out a prefix that was evicted meanwhile, or did not bring its images. The
@@ -235,7 +230,7 @@ class Attempts:
         placed again, so its decode worker may also compute the prompt. This is not a lost attempt.
         """
         request.hands_over_all = True
-        self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_RECOVERY, now)
+        self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_RECOVERY)
         self._stats.num_prefixes_gone += 1
 
     def check_integrity(self) -> None:
@@ -259,20 +254,20 @@ class Attempts:
         if request.recent_deltas is None:
             request.recent_deltas = RecentDeltas()
 
-    def _send_decode(self, request: Request, now: float) -> None:
+    def _send_decode(self, request: Request) -> None:
         worker = self._workers.get(request.decode)
         assert worker is not None, "an attempt ends when its decode worker is removed"
         self._assignments.sent(request, worker)
-        self._commands.decode(request, now)
+        self._commands.decode(request)
 
     def _begin_again(
         self,
         request: Request,
         state: RequestState,
         stage: common_pb2.Stage.ValueType,
-        now: float,
     ) -> None:
         """Ends a request's attempt and queues the request again with the tokens that it has."""
+        now = self._clock.now
         if not request.interruptions or request.interruptions[-1].ended_at is not None:
             request.past_stages = stages_until(request, now)
             before = request.decode, request.handoff_id
@@ -283,6 +278,6 @@ class Attempts:
         request.prefill_done, request.handoff_id = False, b""
         request.prefill_timings = request.decode_timings = request.exposed_us = None
         request.prompt_done_at = request.decoding_at = None
-        self._states.advance(request, state, now)
-        self._states.queue(request, now)
+        self._states.advance(request, state)
+        self._states.queue(request)
         self._room_freed()

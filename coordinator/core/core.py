@@ -1,8 +1,8 @@
 """The coordinator's synchronous core: it takes events and returns effects.
 
-It does no I/O, awaits nothing and reads no clock: each event comes with its time, and the core
-tells its shell when it must be called next. `coordinator/server/shell.py` runs the core on asyncio;
-`simulator/` runs it under a virtual clock.
+It does no I/O, awaits nothing and reads no real clock: each event comes with its time, which the
+parts of the core read from one CoreClock. The core tells its shell when it must be called next.
+`coordinator/server/shell.py` runs the core on asyncio; `simulator/` runs it under a virtual clock.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class Core:
         self._parts = parts = Parts.of(config, random_bytes, self._room_freed)
         self.targets, self.fleets, self.workers = parts.targets, parts.fleets, parts.workers
         self.latency, self.placers = parts.latency, parts.placers
+        self._clock = parts.clock
         self._timers, self._effects, self._requests = parts.timers, parts.effects, parts.requests
         self._steps = StepControl(parts)
         states, charges = RequestStates(parts), TokenCharges(parts)
@@ -99,11 +100,12 @@ class Core:
             self.workers,
             self.observer(),
             self.stats,
+            self._clock,
             self._timers,
             self._effects.add,
             policy,
         )
-        self._recovery_timeout = RecoveryTimeout(config, self.scaler)
+        self._recovery_timeout = RecoveryTimeout(parts, self.scaler)
         self._members = members = Membership(
             parts,
             attempts,
@@ -119,6 +121,7 @@ class Core:
             self.workers,
             self.scaler,
             self.stats,
+            self._clock,
             self._timers,
             members.drain,
             self._effects.add,
@@ -149,10 +152,8 @@ class Core:
             ev.LauncherReady: self._launcher_ready,
             ev.WorkerExited: members.exited,
             ev.WorkerWaits: self.scaler.waits,
-            ev.ScaleRequested: lambda event, now: self.scaler.scale(
-                event.pool, event.num_workers, now
-            ),
-            ev.AutoscaleRequested: lambda event, now: self.scaler.set_autoscale(event.enabled, now),
+            ev.ScaleRequested: lambda event: self.scaler.scale(event.pool, event.num_workers),
+            ev.AutoscaleRequested: lambda event: self.scaler.set_autoscale(event.enabled),
             ev.TargetsRequested: self._targets_requested,
             ev.RolloutRequested: control.start,
             ev.ShareRequested: control.set_share,
@@ -163,7 +164,7 @@ class Core:
             ev.Tick: self._tick,
         }
         # Handlers of the core's own timers. Each request and each worker has a timer besides.
-        self._timed: dict[CoreTimer, Callable[[float], None]] = {
+        self._timed: dict[CoreTimer, Callable[[], None]] = {
             CoreTimer.ADOPTION: self._adoption.advance,
             CoreTimer.SCALING: members.scale,
             CoreTimer.ROLLOUT: control.advance,
@@ -180,14 +181,13 @@ class Core:
         Returns:
             The effects that the shell must carry out, in order.
         """
-        self.placers.at(now)
-        self._parts.lanes.now = now
-        self._members.after_pause(now)
-        self._handlers[type(event)](event, now)
-        self._rollout_control.after_event(now)
-        self._steps.after_event(now)
+        self._clock.now = now
+        self._members.after_pause()
+        self._handlers[type(event)](event)
+        self._rollout_control.after_event()
+        self._steps.after_event()
         if self._may_dispatch:
-            self._may_dispatch = self._dispatcher.dispatch(now)
+            self._may_dispatch = self._dispatcher.dispatch()
         self._members.advance()
         if len(self.fleets) > 1:
             self._forget_unused_fleets()
@@ -356,7 +356,7 @@ class Core:
 
     # ---- Clients
 
-    def _submitted(self, event: ev.Submitted, now: float) -> None:
+    def _submitted(self, event: ev.Submitted) -> None:
         submission = event.submission
         resumes = len(submission.known_token_ids) > 0
         may_still_run = resumes and self._adoption.may_find(submission.key)
@@ -365,106 +365,106 @@ class Core:
             if self.rollouts.is_gone(fleet):
                 self._effects.failed(submission, gone_error(fleet))
                 return
-        request = self._submissions.admit(submission, now, may_still_run=may_still_run)
+        request = self._submissions.admit(submission, may_still_run=may_still_run)
         if request is not None:
-            self._adoption.admitted(request, now)
-            self.scaler.arrived(now)
+            self._adoption.admitted(request)
+            self.scaler.arrived()
 
-    def _stream_cancelled(self, event: ev.StreamCancelled, now: float) -> None:
+    def _stream_cancelled(self, event: ev.StreamCancelled) -> None:
         request = self._requests.by_stream(event.to)
         if request is not None:
-            self._ends.cancel(request, now)
+            self._ends.cancel(request)
 
-    def _request_cancelled(self, event: ev.RequestCancelled, now: float) -> None:
+    def _request_cancelled(self, event: ev.RequestCancelled) -> None:
         request = self._requests.get(event.key)
         if request is not None:
-            self._ends.cancel(request, now)
+            self._ends.cancel(request)
 
-    def _request_failed(self, event: ev.RequestFailed, now: float) -> None:
+    def _request_failed(self, event: ev.RequestFailed) -> None:
         request = self._requests.get(event.key)
         if request is not None:
-            self._ends.fail(request, event.error, now)
+            self._ends.fail(request, event.error)
 
-    def _stream_failed(self, event: ev.StreamFailed, now: float) -> None:
+    def _stream_failed(self, event: ev.StreamFailed) -> None:
         request = self._requests.by_stream(event.to)
         if request is not None:
-            self._ends.fail(request, event.error, now)
+            self._ends.fail(request, event.error)
 
-    def _session_lost(self, event: ev.SessionLost, now: float) -> None:
+    def _session_lost(self, event: ev.SessionLost) -> None:
         for request in self._requests.of_session(event.session, event.most):
-            self._ends.session_lost(request, now)
+            self._ends.session_lost(request)
 
-    def _admission_closed(self, event: ev.AdmissionClosed, now: float) -> None:
+    def _admission_closed(self, event: ev.AdmissionClosed) -> None:
         self.scaler.stop()
         self._parts.admission.closing = errors.Unavailable("the coordinator is stopping")
         if event.restarts:
             what = "the coordinator is restarting: submit again"
             self._parts.admission.closing = errors.Unavailable(what, reason=errors.RESTARTING)
 
-    def _shut_down_now(self, event: ev.ShutdownNow, now: float) -> None:
+    def _shut_down_now(self, event: ev.ShutdownNow) -> None:
         self.scaler.stop()
         self._parts.admission.closing = errors.Unavailable(event.reason)
         for request in self._requests.all():
-            self._ends.fail(request, errors.Unavailable(event.reason), now)
+            self._ends.fail(request, errors.Unavailable(event.reason))
 
     # ---- Workers
 
-    def _worker_attached(self, event: ev.WorkerAttached, now: float) -> None:
-        worker = self._members.attached(event, now)
+    def _worker_attached(self, event: ev.WorkerAttached) -> None:
+        worker = self._members.attached(event)
         if worker is not None:
-            self._rollout_control.attached(worker, now, returns=event.returns)
+            self._rollout_control.attached(worker, returns=event.returns)
 
-    def _flip_requested(self, event: ev.FlipRequested, now: float) -> None:
+    def _flip_requested(self, event: ev.FlipRequested) -> None:
         worker = self.workers.by_id(event.worker_id)
         if worker is not None and self.flip_error(worker, event.role) is None:
-            self._members.flip(worker, event.role, now)
+            self._members.flip(worker, event.role)
 
-    def _worker_step(self, event: ev.WorkerStep, now: float) -> None:
-        worker = self._members.hear(event.worker, now)
+    def _worker_step(self, event: ev.WorkerStep) -> None:
+        worker = self._members.hear(event.worker)
         if worker is not None:
             # Passed on with the registry's own key object, which Outputs compares by identity.
-            self._outputs.apply_step(worker.key, event.step, now)
+            self._outputs.apply_step(worker.key, event.step)
             self._adoption.apply_step(worker.key, event.step)
 
-    def _worker_handoff(self, event: ev.WorkerHandoff, now: float) -> None:
-        if self._members.hear(event.worker, now) is not None:
-            self._handoffs.take(event.worker, event.report, now)
+    def _worker_handoff(self, event: ev.WorkerHandoff) -> None:
+        if self._members.hear(event.worker) is not None:
+            self._handoffs.take(event.worker, event.report)
 
-    def _worker_cache(self, event: ev.WorkerCache, now: float) -> None:
-        worker = self._members.hear(event.worker, now)
+    def _worker_cache(self, event: ev.WorkerCache) -> None:
+        worker = self._members.hear(event.worker)
         if worker is not None:
             self.placers.apply_cache(worker, event.changes)
 
     # ---- Time and sizes
 
-    def _launcher_ready(self, event: ev.LauncherReady, now: float) -> None:
-        self._rollout_control.launcher_ready(now)
-        self.scaler.begin(event.sizes, now)
+    def _launcher_ready(self, event: ev.LauncherReady) -> None:
+        self._rollout_control.launcher_ready()
+        self.scaler.begin(event.sizes)
 
-    def _targets_requested(self, event: ev.TargetsRequested, now: float) -> None:
+    def _targets_requested(self, event: ev.TargetsRequested) -> None:
         self.targets.change(event.targets)
-        self.scaler.targets_changed(now)
+        self.scaler.targets_changed()
         self._steps.targets_changed()
         self._room_freed()
 
-    def _tick(self, event: ev.Tick, now: float) -> None:
-        while (key := self._timers.pop_due(now)) is not None:
+    def _tick(self, event: ev.Tick) -> None:
+        while (key := self._timers.pop_due(self._clock.now)) is not None:
             if isinstance(key, str):
-                self._request_is_due(key, now)
+                self._request_is_due(key)
             elif isinstance(key, CoreTimer):
-                self._timed[key](now)
+                self._timed[key]()
             else:
-                self._members.check_silence(key, now)
+                self._members.check_silence(key)
 
-    def _request_is_due(self, key: RequestKey, now: float) -> None:
+    def _request_is_due(self, key: RequestKey) -> None:
         request = self._requests.get(key)
         if request is None:
             self._adoption.expire(key)
             return
-        request.waits_until = self._recovery_timeout.waits_until(request, now)
-        self._ends.expire(request, self._dispatcher.queue_error, now)
+        request.waits_until = self._recovery_timeout.waits_until(request)
+        self._ends.expire(request, self._dispatcher.queue_error)
 
-    def _room_is_due(self, now: float) -> None:
+    def _room_is_due(self) -> None:
         self._room_freed()
 
     def _room_freed(self) -> None:

@@ -41,6 +41,7 @@ class Dispatcher:
         adoption: Adoption,
         rollouts: Rollouts,
     ) -> None:
+        self._clock = parts.clock
         self._config, self._workers, self._placers = parts.config, parts.workers, parts.placers
         self._requests, self._lanes, self._stats = parts.requests, parts.lanes, parts.stats
         self._timers, self._attempts, self._ends = parts.timers, attempts, ends
@@ -52,12 +53,13 @@ class Dispatcher:
         """Number of timers that are set: one while room is predicted."""
         return int(CoreTimer.ROOM in self._timers)
 
-    def dispatch(self, now: float) -> bool:
+    def dispatch(self) -> bool:
         """Sends requests in the order of the lanes to workers that have room for them.
 
         Returns:
             Whether another round is due: batch requests were parked, which freed room.
         """
+        now = self._clock.now
         room_at = math.inf
         # The first interrupted request of each fleet that could not be placed.
         interrupted = dict[Fleet, Request]()
@@ -65,11 +67,11 @@ class Dispatcher:
             if not request.goes_first and request.fleet in interrupted:
                 # Other interrupted requests have been tried. New ones leave it some room.
                 self._reservations.reserve_beside(interrupted.pop(request.fleet))
-            if self._settled(request, now) or self._adoption.may_return(request):
+            if self._settled(request) or self._adoption.may_return(request):
                 continue
             if self._rollouts.is_gone(request.fleet):
                 if request.attempt or not self._adoption.may_find(request.key):
-                    self._ends.fail(request, gone_error(request.fleet), now)
+                    self._ends.fail(request, gone_error(request.fleet))
                 continue
             placer = self._placers.of(request.fleet)
             placement = placer.place(request)
@@ -77,9 +79,9 @@ class Dispatcher:
                 placer.becomes_late(request)
                 self._lanes.defer(request)
                 continue
-            if self._made_room(placer, request, placement, now):
+            if self._made_room(placer, request, placement):
                 placement = placer.place(request)
-            if placement is NoPlacement.FULL and self._made_decode_room(placer, request, now):
+            if placement is NoPlacement.FULL and self._made_decode_room(placer, request):
                 placement = placer.place(request)
             if isinstance(placement, NoPlacement):
                 room_at = min(room_at, placer.room_at(request))
@@ -95,16 +97,16 @@ class Dispatcher:
                 continue
             problem = self._resume_error(request, placement)
             if problem is not None:
-                self._ends.fail(request, problem, now)
+                self._ends.fail(request, problem)
             else:
                 request.was_held |= self._has_waited_for_decode(request)
-                self._attempts.dispatch(request, placement, now)
+                self._attempts.dispatch(request, placement)
         self._reservations.end_round()
         if room_at < math.inf:
             self._timers.set(CoreTimer.ROOM, max(room_at, now + _LEAST_WAIT_S))
         else:
             self._timers.cancel(CoreTimer.ROOM)
-        return self._park(now)
+        return self._park()
 
     def queue_error(self, request: Request) -> errors.BatonError:
         """Returns why a request has waited for too long."""
@@ -169,7 +171,7 @@ class Dispatcher:
         return request.submission.ordered_in(long_prompt_tokens) == common_pb2.LANE_BATCH
 
     def _made_room(
-        self, placer: Placer, request: Request, placement: Placement | NoPlacement, now: float
+        self, placer: Placer, request: Request, placement: Placement | NoPlacement
     ) -> bool:
         """Parks a batch prompt if that makes room for the request; returns whether it did."""
         if self._has_batch_prompt(request):
@@ -178,10 +180,10 @@ class Dispatcher:
         batch = self._requests.get(found) if found is not None else None
         if batch is None or batch.num_parked >= _MAX_PARKED:
             return False
-        self._attempts.park(batch, now)
+        self._attempts.park(batch)
         return True
 
-    def _made_decode_room(self, placer: Placer, request: Request, now: float) -> bool:
+    def _made_decode_room(self, placer: Placer, request: Request) -> bool:
         """Parks batch outputs if that makes room for the request; returns whether it did."""
         wanted = placer.room_wanted(request)
         worker = self._workers.get(wanted.worker) if wanted is not None else None
@@ -199,7 +201,7 @@ class Dispatcher:
         if num_tokens < wanted.num_tokens or len(parked) < wanted.num_requests:
             return False
         for batch in parked:
-            self._attempts.park(batch, now)
+            self._attempts.park(batch)
         return True
 
     def _parkable(self, worker: Worker) -> list[Request]:
@@ -213,7 +215,7 @@ class Dispatcher:
             and worker.can_resume(request)
         ]
 
-    def _park(self, now: float) -> bool:
+    def _park(self) -> bool:
         """Parks batch outputs on workers whose new interactive outputs would miss their ITL target.
 
         Returns:
@@ -227,7 +229,7 @@ class Dispatcher:
                 batch = self._parkable(worker)
                 if not batch:
                     break
-                self._attempts.park(min(batch, key=partial(_parking_cost, worker)), now)
+                self._attempts.park(min(batch, key=partial(_parking_cost, worker)))
                 has_parked = True
         return has_parked
 
@@ -241,25 +243,25 @@ class Dispatcher:
             f"need forced tokens, which worker {decoder.id} does not support"
         )
 
-    def _settled(self, request: Request, now: float) -> bool:
+    def _settled(self, request: Request) -> bool:
         """Ends a request that needs no worker: it is complete, or its prompt is too long."""
         sampling, num_known = request.submission.sampling, len(request.token_ids)
         max_len = request.fleet.workers.max_model_len
         if max_len and request.num_prompt_tokens >= max_len:
             allowed = f"at most {max_len - 1} tokens, one less than the context"
             error = errors.InvalidArgument("prompt", f"{request.num_prompt_tokens} tokens", allowed)
-            self._ends.fail(request, error, now)
+            self._ends.fail(request, error)
             return True
         # The client lost its connection between the last token and Finished.
         if request.submission.known_stop is not None and not request.attempt:
             stop = request.submission.known_stop
-            self._ends.finish(request, common_pb2.FINISH_REASON_STOP, stop, now)
+            self._ends.finish(request, common_pb2.FINISH_REASON_STOP, stop)
             return True
         if num_known and (
             (sampling.HasField("max_tokens") and num_known >= sampling.max_tokens)
             or (max_len and request.num_prompt_tokens + num_known >= max_len)
         ):
-            self._ends.finish(request, common_pb2.FINISH_REASON_LENGTH, "", now)
+            self._ends.finish(request, common_pb2.FINISH_REASON_LENGTH, "")
             return True
         return False
 

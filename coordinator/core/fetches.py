@@ -84,6 +84,7 @@ class Fetches:
     """
 
     def __init__(self, parts: Parts) -> None:
+        self._clock = parts.clock
         self._commands, self._placers = parts.commands, parts.placers
         self._random_bytes = parts.random_bytes
         self._fetches: dict[bytes, _Fetch] = {}
@@ -91,13 +92,14 @@ class Fetches:
         # Only the routes: requests and their prompts are too large to be kept for late reports.
         self._ended: OrderedDict[bytes, _Route] = OrderedDict()
 
-    def begin(self, request: Request, placement: Placement, now: float) -> None:
+    def begin(self, request: Request, placement: Placement) -> None:
         """Begins the fetch of a request that is being dispatched, or shares a fetch under way."""
+        now = self._clock.now
         request.fetch = None
         hashes = self._placers.of(request.fleet).prompts.hashes_of(request)
         worker, choice = placement.prefill.worker, placement.prefill.fetch
         if choice is not None:
-            self._begin(request, worker, choice, hashes, now)
+            self._begin(request, worker, choice, hashes)
             return
         if not RequestNeeds.may_fetch(request):
             return
@@ -127,7 +129,6 @@ class Fetches:
         prefill: WorkerKey,
         choice: Fetch,
         hashes: Sequence[int],
-        now: float,
     ) -> None:
         entry = self._placers.of(request.fleet).view.loads.get(prefill)
         assert entry is not None, "the prefill worker was just chosen"
@@ -147,7 +148,7 @@ class Fetches:
             hashes,
             range(choice.skip_tokens // size, choice.num_tokens // size),
             choice.num_sent_tokens * entry.traits.kv_bytes_per_token,
-            now + choice.timeout_s,
+            self._clock.now + choice.timeout_s,
         )
         self._fetches[handoff_id] = fetch
         self._by_prefill.setdefault(prefill, {})[handoff_id] = fetch
@@ -236,7 +237,7 @@ class Fetches:
         fetch.is_sent = True
         self._commands.cancel_prefix(fetch.route.holder, handoff_id)
         view, pair = self._view(fetch.route), fetch.route.pair
-        if view.now >= fetch.ends_at:
+        if self._clock.now >= fetch.ends_at:
             view.transfers.observe_timeout(
                 pair, fetch.num_bytes, fetch.choice.timeout_s, near=view.near(*pair)
             )

@@ -35,6 +35,7 @@ class Flips:
     """
 
     def __init__(self, parts: Parts, attempts: Attempts, scaler: Scaler) -> None:
+        self._clock = parts.clock
         self._workers, self._placers, self._requests = parts.workers, parts.placers, parts.requests
         self._lanes, self._effects, self._room_freed = parts.lanes, parts.effects, parts.room_freed
         self._attempts, self._scaler = attempts, scaler
@@ -61,10 +62,9 @@ class Flips:
             )
         return None
 
-    def begin(
-        self, worker: Worker, role: common_pb2.Role.ValueType, now: float, *, by_hand: bool
-    ) -> None:
+    def begin(self, worker: Worker, role: common_pb2.Role.ValueType, *, by_hand: bool) -> None:
         """Begins a flip: the worker gets no new requests. `error` must have returned None."""
+        now = self._clock.now
         if worker.role == role or worker.flip is not None:
             return
         worker.flip = Flipping(role, since=now, until=now + self._limit_s, by_hand=by_hand)
@@ -72,9 +72,9 @@ class Flips:
             self._scaler.flipped(worker.id, POOL_OF[worker.role], POOL_OF[role])
         self._flipping[worker.key] = None
         self._placers.refresh(worker)
-        self.move_outputs(worker, now)
+        self.move_outputs(worker)
 
-    def move_outputs(self, worker: Worker, now: float) -> None:
+    def move_outputs(self, worker: Worker) -> None:
         """Moves outputs that would end sooner on another worker; after the time limit, all outputs.
 
         Membership calls it for each load report of a flipping worker.
@@ -83,7 +83,7 @@ class Flips:
         if flip is None or flip.told:
             return
         elsewhere = bool(worker.fleet.workers.serving(worker.role))
-        late = now >= flip.until
+        late = self._clock.now >= flip.until
         if late and not elsewhere:
             self._give_up(worker)
             return
@@ -97,14 +97,14 @@ class Flips:
                 continue
             if late:
                 if request.state in (RequestState.DECODING, RequestState.PREFILLING):
-                    self._attempts.move(request, now)
+                    self._attempts.move(request)
             elif request.decode == worker.key and request.state is RequestState.DECODING:
                 # Requests without a first token are checked again after it has come.
                 if waiting_s is None:
                     # Slow with many tenants, and the same for all requests of a worker's fleet.
                     waits = self._lanes.waits
                     waiting_s = sum(waits.work_s(lane, worker.fleet) for lane in LANES)
-                self._move_sooner(request, worker, waiting_s, now)
+                self._move_sooner(request, worker, waiting_s)
 
     def advance(self) -> None:
         """Tells idle flipping workers to change their role."""
@@ -139,14 +139,13 @@ class Flips:
     def _tell(self, worker: Worker, role: common_pb2.Role.ValueType) -> None:
         self._effects.add(ev.SendCommand(worker.key, cluster_pb2.SetRoleCommand(role=role)))
 
-    def _move_sooner(self, request: Request, worker: Worker, waiting_s: float, now: float) -> None:
+    def _move_sooner(self, request: Request, worker: Worker, waiting_s: float) -> None:
         """Moves an output to another worker if it would end sooner there.
 
         Args:
             request: The output's request.
             worker: The flipping worker that decodes it.
             waiting_s: Seconds of prefill work that wait for workers of the fleet.
-            now: Time by the core's clock.
         """
         placer = self._placers.of(request.fleet)
         predictions = placer.predictions
@@ -154,9 +153,9 @@ class Flips:
         anew_s = predictions.move_s(request, waiting_s)
         placement = placer.by_handoff(request, worker, within_s=min(here_s, anew_s))
         if placement is not None:
-            self._attempts.move(request, now, placement)
+            self._attempts.move(request, placement)
         elif anew_s < here_s and placer.has_room(request):
-            self._attempts.move(request, now)
+            self._attempts.move(request)
 
     def _give_up(self, worker: Worker) -> None:
         assert worker.flip is not None

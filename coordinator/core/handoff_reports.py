@@ -21,13 +21,14 @@ class HandoffReports:
     def __init__(
         self, parts: Parts, attempts: Attempts, assignments: Assignments, fetches: Fetches
     ) -> None:
-        self._requests, self._stats = parts.requests, parts.stats
+        self._requests, self._stats, self._clock = parts.requests, parts.stats, parts.clock
         self._attempts, self._assignments, self._fetches = attempts, assignments, fetches
         # Whether each ended handoff was committed.
         self._ended: OrderedDict[bytes, bool] = OrderedDict()
 
-    def take(self, worker: WorkerKey, report: cluster_pb2.HandoffReport, now: float) -> None:
+    def take(self, worker: WorkerKey, report: cluster_pb2.HandoffReport) -> None:
         """Applies a report from an attached worker."""
+        now = self._clock.now
         if self._fetches.reported(worker, report):
             return
         committed = report.state == kv_transfer_pb2.HANDOFF_STATE_COMMITTED

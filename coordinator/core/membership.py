@@ -50,6 +50,7 @@ class Membership:
         adoption: Adoption,
         scaler: Scaler,
     ) -> None:
+        self._clock = parts.clock
         self._config, self._workers, self._placers = parts.config, parts.workers, parts.placers
         self._requests, self._lanes, self._stats = parts.requests, parts.lanes, parts.stats
         self._latency, self._timers, self._effects = parts.latency, parts.timers, parts.effects
@@ -76,8 +77,9 @@ class Membership:
         if self._flips:
             self._flips.advance()
 
-    def attached(self, event: ev.WorkerAttached, now: float) -> Worker | None:
+    def attached(self, event: ev.WorkerAttached) -> Worker | None:
         """Adds a worker that attaches; returns it, or None if it was refused."""
+        now = self._clock.now
         hello = event.hello
         key = (hello.worker_id, hello.incarnation)
         refusal = self._workers.refusal(hello)
@@ -92,11 +94,11 @@ class Membership:
             # A draining worker has ended as it was asked to.
             drains = worker.state == cluster_pb2.WORKER_STATE_DRAINING
             how = Departure.RESTARTED if drains else Departure.REPLACED
-            self._removal.lose(worker, replaced, now, how)
+            self._removal.lose(worker, replaced, how)
             worker = None
         elif worker is not None and event.forgets:
             elsewhere = "has served another coordinator since"
-            self._removal.lose(worker, elsewhere, now, Departure.ELSEWHERE)
+            self._removal.lose(worker, elsewhere, Departure.ELSEWHERE)
             forgetful, worker = worker, None
         kept = without_running(hello)
         if worker is None:
@@ -105,7 +107,7 @@ class Membership:
             self._detector.expect(worker)
             self._workers.add(worker)
             if len(fleet.workers) == 1:
-                self._request_fleets.limit_outputs(fleet, now)
+                self._request_fleets.limit_outputs(fleet)
             if not hello.generation:
                 # The worker has served no coordinator before.
                 self._stats.attached_first(worker, now)
@@ -121,63 +123,63 @@ class Membership:
         worker.connected, worker.heard_at, worker.progressed_at = True, now, now
         worker.unresponsive, worker.stuck = "", False
         self._flips.heard(worker)
-        self._watch(worker, now)
+        self._watch(worker)
         self._placers.attach(worker)
         if was_in is not None:
-            self._removal.left_pool(*was_in, now)
-        adopted = self._adoption.attached(worker, hello.running, now, returns=event.returns)
+            self._removal.left_pool(*was_in)
+        adopted = self._adoption.attached(worker, hello.running, returns=event.returns)
         self._effects.add(ev.WelcomeWorker(worker.key, worker.role, tuple(adopted)))
         if self._scaler.launches.is_ending(worker.key):
             # Its start was cancelled, but it attached before it was ended.
-            self.drain(worker, self._config.scaling.drain_s, "it was to end before", now)
+            self.drain(worker, self._config.scaling.drain_s, "it was to end before")
         elif forgetful is not None:
-            self._order_again(forgetful, worker, now)
+            self._order_again(forgetful, worker)
         self._room_freed()
         return worker
 
-    def _order_again(self, before: Worker, worker: Worker, now: float) -> None:
+    def _order_again(self, before: Worker, worker: Worker) -> None:
         """Repeats a drain or a flip that a worker has forgotten, or has not read.
 
         Args:
             before: The worker as it was attached before.
             worker: The same worker now.
-            now: Time by the core's clock.
         """
         if before.state == cluster_pb2.WORKER_STATE_DRAINING:
             if worker.state == cluster_pb2.WORKER_STATE_DRAINING:
                 worker.leaves_by = before.leaves_by
                 return
-            left_s = before.leaves_by - now
+            left_s = before.leaves_by - self._clock.now
             timeout_s = max(0.0, min(left_s, self._config.scaling.drain_s))
-            self.drain(worker, timeout_s, "it was to leave before", now)
+            self.drain(worker, timeout_s, "it was to leave before")
         elif before.flip is not None and self._flips.error(worker, before.flip.into) is None:
             # The scaler has counted a flip by hand when it began.
-            self._flips.begin(worker, before.flip.into, now, by_hand=False)
+            self._flips.begin(worker, before.flip.into, by_hand=False)
             if worker.flip is not None:
                 worker.flip.by_hand = before.flip.by_hand
 
-    def hear(self, key: WorkerKey, now: float) -> Worker | None:
+    def hear(self, key: WorkerKey) -> Worker | None:
         """Records a message of a worker; returns the worker, or None if it is not attached."""
-        worker = self._workers.get(key)
+        worker, now = self._workers.get(key), self._clock.now
         if worker is not None:
             self._detector.heard(worker, now)
             if worker.unresponsive and now - worker.progressed_at < self._max_step_s(worker):
                 self._removal.responds(worker)
         return worker
 
-    def heard(self, event: ev.WorkerHeard, now: float) -> None:
+    def heard(self, event: ev.WorkerHeard) -> None:
         """Handles a heartbeat."""
-        self.hear(event.worker, now)
+        self.hear(event.worker)
 
-    def load_reported(self, event: ev.LoadReported, now: float) -> None:
+    def load_reported(self, event: ev.LoadReported) -> None:
         """Handles a load report: updates the latency model and detects a stuck engine."""
-        worker = self.hear(event.worker, now)
+        now = self._clock.now
+        worker = self.hear(event.worker)
         if worker is None:
             return
         load, worker.load = event.load, event.load
         self._detector.reported(worker)
         if worker.flip is not None:
-            self._flips.move_outputs(worker, now)
+            self._flips.move_outputs(worker)
         self._latency.observe(worker, load.steps)
         # vLLM's one-token prompt chunks look like decodes, so steps of other workers are left out.
         if load.steps and worker.role in worker.fleet.workers.roles_doing(common_pb2.ROLE_DECODE):
@@ -194,29 +196,29 @@ class Membership:
             return
         stuck_s, limit_s = now - worker.progressed_at, self._max_step_s(worker)
         if stuck_s >= _STUCK_FOR_GOOD * limit_s:
-            self._removal.lose(worker, f"has made no step for {stuck_s:.1f} s", now)
+            self._removal.lose(worker, f"has made no step for {stuck_s:.1f} s")
         elif stuck_s >= limit_s:
             # After its requests have left, only a step shows that the engine works again.
             worker.stuck = True
-            self._removal.suspect(worker, f"has made no step for {stuck_s:.1f} s", now)
+            self._removal.suspect(worker, f"has made no step for {stuck_s:.1f} s")
 
-    def changed(self, event: ev.WorkerChanged, now: float) -> None:
+    def changed(self, event: ev.WorkerChanged) -> None:
         """Handles a worker's report of a new state or role."""
-        worker = self.hear(event.worker, now)
+        worker = self.hear(event.worker)
         if worker is None:
             return
         change = event.change
         if change.state == cluster_pb2.WORKER_STATE_STOPPED:
             reason = f"stopped: {change.reason}" if change.reason else "stopped"
             how = Departure.FAILED if change.failed else Departure.STOPPED
-            self._removal.lose(worker, reason, now, how)
+            self._removal.lose(worker, reason, how)
             return
         if change.state == cluster_pb2.WORKER_STATE_DRAINING:
             self._flips.stop(worker)
             self._drains.confirmed(worker)
             if worker.state != cluster_pb2.WORKER_STATE_DRAINING:
                 # The worker drains by itself; the scaler may have to replace it.
-                self._scaler.soon(now)
+                self._scaler.soon()
         # A draining worker never serves again; it may not have read the drain command yet.
         if change.state and worker.state != cluster_pb2.WORKER_STATE_DRAINING:
             worker.state = change.state
@@ -225,47 +227,47 @@ class Membership:
             worker.role = change.role
             self._flips.heard(worker)
         self._placers.refresh(worker)
-        self._removal.left_pool(*was_in, now)
+        self._removal.left_pool(*was_in)
         self._room_freed()
 
-    def detached(self, event: ev.WorkerDetached, now: float) -> None:
+    def detached(self, event: ev.WorkerDetached) -> None:
         """Handles the end of a worker's stream; the worker may come back."""
         worker = self._workers.get(event.worker)
         if worker is not None:
             worker.connected = False
             # The time in which it must come back begins now; for a silent worker, it began before.
             if not worker.unresponsive:
-                worker.heard_at = now
+                worker.heard_at = self._clock.now
             self._placers.refresh(worker)
-            self._watch(worker, now)
+            self._watch(worker)
 
-    def lost(self, event: ev.WorkerLost, now: float) -> None:
+    def lost(self, event: ev.WorkerLost) -> None:
         """Removes a worker that the shell knows to be lost."""
         worker = self._workers.by_id(event.worker_id)
         if worker is not None and event.incarnation in (None, worker.hello.incarnation):
-            self._removal.lose(worker, event.reason, now)
+            self._removal.lose(worker, event.reason)
 
-    def drain_asked(self, event: ev.DrainRequested, now: float) -> None:
+    def drain_asked(self, event: ev.DrainRequested) -> None:
         """Drains a worker; cancels the start of a worker that has not attached yet."""
         worker = self._workers.by_id(event.worker_id)
         if worker is None:
             self._scaler.launches.give_up(event.worker_id)
         else:
-            self.drain(worker, event.timeout_s, event.reason, now)
+            self.drain(worker, event.timeout_s, event.reason)
         # The scaler may have to replace the worker.
-        self._scaler.soon(now)
+        self._scaler.soon()
 
-    def flip(self, worker: Worker, role: common_pb2.Role.ValueType, now: float) -> None:
+    def flip(self, worker: Worker, role: common_pb2.Role.ValueType) -> None:
         """Changes a worker's role for an operator; `flip_error` must have returned None."""
-        self._flips.begin(worker, role, now, by_hand=True)
+        self._flips.begin(worker, role, by_hand=True)
 
-    def drain(self, worker: Worker, timeout_s: float, reason: str, now: float) -> None:
+    def drain(self, worker: Worker, timeout_s: float, reason: str) -> None:
         """Tells a worker to drain; its requests may take `timeout_s` seconds to end."""
         self._flips.stop(worker)
-        self._drains.begin(worker, timeout_s, reason, now)
-        self._watch(worker, now)
+        self._drains.begin(worker, timeout_s, reason, self._clock.now)
+        self._watch(worker)
 
-    def exited(self, event: ev.WorkerExited, now: float) -> None:
+    def exited(self, event: ev.WorkerExited) -> None:
         """Handles the end of a launched process."""
         worker = self._workers.by_id(event.worker_id)
         if worker is not None and self._scaler.launches.is_other_process(worker.key):
@@ -273,52 +275,54 @@ class Membership:
             worker = None
         leaves = worker is not None and worker.state == cluster_pb2.WORKER_STATE_DRAINING
         if worker is not None and not leaves:
-            self._scaler.exited(event, now)
-            self._removal.lose(worker, event.reason, now)
+            self._scaler.exited(event)
+            self._removal.lose(worker, event.reason)
             return
         if worker is not None:
-            self._removal.lose(worker, event.reason, now, Departure.EXITED)
-        self._scaler.exited(event, now)
+            self._removal.lose(worker, event.reason, Departure.EXITED)
+        self._scaler.exited(event)
 
-    def scale(self, now: float) -> None:
+    def scale(self) -> None:
         """Lets the scaler decide on the pools' sizes, and carries out its drains and flips."""
-        for action in self._scaler.decide(now):
+        for action in self._scaler.decide():
             worker = self._workers.by_id(action.worker_id)
             if worker is None:
                 continue
             if isinstance(action, Drain):
-                self.drain(worker, self._config.scaling.drain_s, action.reason, now)
+                self.drain(worker, self._config.scaling.drain_s, action.reason)
             else:
                 role = ROLE_OF[action.to]
                 if self._flips.error(worker, role) is None:
-                    self._flips.begin(worker, role, now, by_hand=False)
+                    self._flips.begin(worker, role, by_hand=False)
 
     # ---- Time
 
-    def after_pause(self, now: float) -> None:
+    def after_pause(self) -> None:
         """Restarts the workers' silence timers if this process was paused before this event.
 
         After a pause (a stopped process, a starved CPU, a suspended machine) timers are long
         overdue, and messages of the workers are unread.
         """
+        now = self._clock.now
         due = self._timers.next()
         if due is None or now - due < self._detector.least_silent_s / 2:
             return
         for worker in self._workers:
             worker.heard_at = now
             worker.progressed_at = min(now, worker.progressed_at + now - due)
-            self._watch(worker, now)
+            self._watch(worker)
 
-    def check_silence(self, key: WorkerKey, now: float) -> None:
+    def check_silence(self, key: WorkerKey) -> None:
         """Handles a worker's timer: removes or suspects a worker that was silent for too long."""
+        now = self._clock.now
         worker = self._workers.get(key)
         assert worker is not None
         if worker.leaves_by <= now:
-            self._removal.lose(worker, "did not leave in time", now)
+            self._removal.lose(worker, "did not leave in time")
             return
         silent = "was silent" if worker.connected else "was gone"
         if worker.heard_at + self._config.worker_timeout_s <= now:
-            self._removal.lose(worker, f"{silent} for {self._config.worker_timeout_s:g} s", now)
+            self._removal.lose(worker, f"{silent} for {self._config.worker_timeout_s:g} s")
             return
         if worker.heard_at + self._detector.may_be_silent_s(worker) <= now:
             if worker.connected and self._detector.was_paused(now):
@@ -326,8 +330,8 @@ class Membership:
                 caught_up_at = now + self._detector.catch_up_s
                 self._timers.set(key, min(caught_up_at, lost_at, worker.leaves_by))
                 return
-            self._removal.suspect(worker, f"{silent} for {now - worker.heard_at:.1f} s", now)
-        self._watch(worker, now)
+            self._removal.suspect(worker, f"{silent} for {now - worker.heard_at:.1f} s")
+        self._watch(worker)
 
     # ---- Private methods
 
@@ -350,6 +354,6 @@ class Membership:
                 return True
         return False
 
-    def _watch(self, worker: Worker, now: float) -> None:
+    def _watch(self, worker: Worker) -> None:
         """Sets the timer that checks for a worker's silence."""
-        self._timers.set(worker.key, self._detector.next_check(worker, now))
+        self._timers.set(worker.key, self._detector.next_check(worker, self._clock.now))

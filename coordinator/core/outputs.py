@@ -50,18 +50,19 @@ class Outputs:
         charges: TokenCharges,
         gaps: TokenGaps,
     ) -> None:
+        self._clock = parts.clock
         self.requests, self.workers, self.effects = parts.requests, parts.workers, parts.effects
         self.admission, self.targets, self.stats = parts.admission, parts.targets, parts.stats
         self.attempts, self.assignments, self.ends = attempts, assignments, ends
         self.charges, self.gaps = charges, gaps
 
-    def apply_step(self, worker: WorkerKey, step: cluster_pb2.StepOutputs, now: float) -> None:
+    def apply_step(self, worker: WorkerKey, step: cluster_pb2.StepOutputs) -> None:
         """Applies the outputs of one engine step.
 
         Outputs of requests that have ended, of older attempts, and of workers that do not run the
         attempt are dropped.
         """
-        applied = _Step(self, worker, now)
+        applied = _Step(self, worker, self._clock.now)
         if step.HasField("tokens"):
             applied.take_tokens(step.tokens)
         for output in step.outputs:
@@ -149,7 +150,7 @@ class _Step:
                 f"worker {self.worker[0]} sent tokens from {delta.offset}; {expected} are known: "
                 f"{delta.offset - expected} are lost"
             )
-            self.outputs.attempts.recover(request, self.worker, error, self.now)
+            self.outputs.attempts.recover(request, self.worker, error)
             return False
         if delta.offset < expected:
             overlap = expected - delta.offset
@@ -189,7 +190,7 @@ class _Step:
         request.last_token_at = self.now
         if last_at is None:
             request.first_token_at = self.now
-            self.outputs.admission.first_token(request, self.now)
+            self.outputs.admission.first_token(request)
             if not len(request.submission.known_token_ids):
                 # The first token of a resumed output came before.
                 stages = ttft_stages(request, self.now)
@@ -285,7 +286,7 @@ def _apply_output(step: _Step, request: Request, output: cluster_pb2.RequestOutp
 
 
 def _prefill_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
-    outputs, worker, now = step.outputs, step.worker, step.now
+    outputs, worker = step.outputs, step.worker
     if output.HasField("finished") and output.finished.prompt_logprobs:
         request.prompt_logprobs = list(output.finished.prompt_logprobs)
     if request.prefill_done:
@@ -293,42 +294,42 @@ def _prefill_output(step: _Step, request: Request, output: cluster_pb2.RequestOu
     if output.HasField("timings"):
         if request.prefill_timings is None:
             request.prefill_timings = _copied(output.timings)
-        outputs.attempts.prompt_computed(request, output.timings, now)
+        outputs.attempts.prompt_computed(request, output.timings)
     if output.HasField("failed"):
-        _failed(outputs, request, worker, output.failed, now)
+        _failed(outputs, request, worker, output.failed)
         return
     if request.num_known:
         # The prefill was only needed for the KV cache.
-        outputs.attempts.begin_decode(request, now)
+        outputs.attempts.begin_decode(request)
         return
     if not step.deliver(request, output.delta):
         return
     if output.HasField("finished") and output.finished.reason in _NATURAL_ENDS:
-        outputs.attempts.prefill_done(request, now)
+        outputs.attempts.prefill_done(request)
         outputs.attempts.cancel_decode(request)
-        outputs.ends.finish(request, output.finished.reason, output.finished.stop, now)
+        outputs.ends.finish(request, output.finished.reason, output.finished.stop)
     elif request.first_token_at is not None and request.decode is not None:
-        outputs.attempts.begin_decode(request, now)
+        outputs.attempts.begin_decode(request)
     elif output.HasField("finished"):
         what = "without a first token" if request.first_token_at is None else "with no reason"
         error = errors.Internal(f"prefill worker {worker[0]} ended its part {what}")
-        outputs.attempts.recover(request, worker, error, now)
+        outputs.attempts.recover(request, worker, error)
 
 
 def _decode_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
     end = output.WhichOneof("end")
     if end == "prefix_gone":
         step.outputs.assignments.answered(request, step.worker)
-        step.outputs.attempts.hand_over_again(request, step.now)
+        step.outputs.attempts.hand_over_again(request)
         return
     if request.state is not RequestState.DECODING:
         _first_decode_output(step, request, output)
     if end is None:
         step.deliver(request, output.delta)
         return
-    outputs, worker, now = step.outputs, step.worker, step.now
+    outputs, worker = step.outputs, step.worker
     if end == "failed":
-        _failed(outputs, request, worker, output.failed, now)
+        _failed(outputs, request, worker, output.failed)
         return
     if not step.deliver(request, output.delta):
         return
@@ -336,13 +337,13 @@ def _decode_output(step: _Step, request: Request, output: cluster_pb2.RequestOut
     if finished.prompt_logprobs:
         request.prompt_logprobs = list(finished.prompt_logprobs)
     if finished.reason in _NATURAL_ENDS:
-        outputs.ends.finish(request, finished.reason, finished.stop, now)
+        outputs.ends.finish(request, finished.reason, finished.stop)
     elif finished.reason == common_pb2.FINISH_REASON_CANCELLED:
         aborted = errors.Unavailable(f"decode worker {worker[0]} aborted the request")
-        outputs.attempts.recover(request, worker, aborted, now)
+        outputs.attempts.recover(request, worker, aborted)
     else:
         error = errors.Internal(f"decode worker {worker[0]} ended with no reason")
-        outputs.attempts.recover(request, worker, error, now)
+        outputs.attempts.recover(request, worker, error)
 
 
 def _first_decode_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
@@ -353,11 +354,11 @@ def _first_decode_output(step: _Step, request: Request, output: cluster_pb2.Requ
         timings, sources = output.timings, request.prompt_sources
         request.decode_timings = _copied(timings)
         if request.prefill is None:
-            outputs.attempts.prompt_computed(request, timings, step.now)
+            outputs.attempts.prompt_computed(request, timings)
         elif sources is not None:
             request.prompt_sources = sources._replace(handoff=timings.num_handoff_tokens)
     if not output.HasField("failed"):
-        outputs.attempts.decoding(request, step.now)
+        outputs.attempts.decoding(request)
 
 
 def _failed(
@@ -365,14 +366,13 @@ def _failed(
     request: Request,
     worker: WorkerKey,
     failed: common_pb2.RequestError,
-    now: float,
 ) -> None:
     """Fails a request with an error of its own; recovers a request that its worker failed."""
     error = _worker_error(failed, worker[0])
     if error.code in _REQUEST_ERRORS:
-        outputs.ends.fail(request, error, now)
+        outputs.ends.fail(request, error)
     else:
-        outputs.attempts.recover(request, worker, error, now)
+        outputs.attempts.recover(request, worker, error)
 
 
 def _worker_error(failed: common_pb2.RequestError, worker_id: str) -> errors.BatonError:

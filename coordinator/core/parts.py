@@ -13,6 +13,7 @@ from baton.coordinator.rollouts.traffic import Traffic
 from baton.coordinator.routing.loads.latency import LatencyRegistry
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.core_clock import CoreClock
 from baton.coordinator.state.fleets import Fleets
 from baton.coordinator.state.latency_targets import LatencyTargets
 from baton.coordinator.state.request_table import RequestTable
@@ -33,6 +34,7 @@ class Parts:
         random_bytes: Makes handoff ids; injected so that a simulation is reproducible.
         room_freed: Requests a round of dispatching. It is called when a waiting request may find a
             worker: a request has arrived or ended, or a worker can take more.
+        clock: Time of the event that the core handles.
         timers: One timer per request, per worker and per CoreTimer.
         effects: Collects the messages of an event for clients and workers.
         targets: Latency targets of requests that name none.
@@ -52,6 +54,7 @@ class Parts:
     config: CoreConfig
     random_bytes: Callable[[int], bytes]
     room_freed: Callable[[], None]
+    clock: CoreClock
     timers: Timers
     effects: Effects
     targets: LatencyTargets
@@ -75,15 +78,17 @@ class Parts:
         room_freed: Callable[[], None],
     ) -> Parts:
         """Makes the parts of a core that has no workers and no requests."""
-        fleets, effects = Fleets(config.revision, elastic=config.elastic), Effects()
+        clock, effects = CoreClock(), Effects()
+        fleets = Fleets(config.revision, elastic=config.elastic)
         workers = WorkerRegistry(config.model_name, fleets)
         latency = LatencyRegistry(config.latency)
-        placers = Placers(config, workers, latency)
-        lanes = Lanes(config.lanes, config.tenant_defaults, config.tenants)
+        placers = Placers(config, workers, latency, clock)
+        lanes = Lanes(clock, config.lanes, config.tenant_defaults, config.tenants)
         return cls(
             config=config,
             random_bytes=random_bytes,
             room_freed=room_freed,
+            clock=clock,
             timers=Timers(),
             effects=effects,
             targets=LatencyTargets(config.targets),
@@ -94,8 +99,8 @@ class Parts:
             traffic=Traffic(fleets),
             requests=RequestTable(config.max_ended_requests, config.max_running_requests),
             lanes=lanes,
-            admission=Admission(config, lanes, placers),
+            admission=Admission(config, lanes, placers, clock),
             session_blocks=SessionBlocks(),
             stats=CoreStats(),
-            commands=Commands(config, workers, effects.add),
+            commands=Commands(config, workers, clock, effects.add),
         )

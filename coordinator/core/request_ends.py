@@ -36,6 +36,7 @@ class RequestEnds:
         charges: TokenCharges,
         gaps: TokenGaps,
     ) -> None:
+        self._clock = parts.clock
         self._config, self._targets, self._placers = parts.config, parts.targets, parts.placers
         self._requests, self._lanes, self._admission = parts.requests, parts.lanes, parts.admission
         self._timers, self._effects, self._commands = parts.timers, parts.effects, parts.commands
@@ -45,7 +46,7 @@ class RequestEnds:
         self._tail = TailSampler(parts.config.tail_share, parts.stats.recent)
 
     def finish(
-        self, request: Request, reason: common_pb2.FinishReason.ValueType, stop: str, now: float
+        self, request: Request, reason: common_pb2.FinishReason.ValueType, stop: str
     ) -> None:
         """Ends a request whose output is complete.
 
@@ -53,53 +54,49 @@ class RequestEnds:
             request: A request that has not ended.
             reason: The finish reason.
             stop: Stop string or token id that ended the output; empty: none.
-            now: Time by the core's clock.
         """
-        self._states.advance(request, RequestState.FINISHED, now)
-        budget = self._end(request, now, finish_reason=reason)
+        self._states.advance(request, RequestState.FINISHED)
+        budget = self._end(request, finish_reason=reason)
         self._effects.finished(request, reason, stop, budget)
 
-    def cancel(self, request: Request, now: float) -> None:
+    def cancel(self, request: Request) -> None:
         """Cancels a request in any state, and tells its client.
 
         Args:
             request: A request that has not ended.
-            now: Time by the core's clock.
         """
-        budget = self._cancel(request, now)
+        budget = self._cancel(request)
         self._effects.finished(request, common_pb2.FINISH_REASON_CANCELLED, "", budget)
 
-    def replaced(self, request: Request, now: float) -> None:
+    def replaced(self, request: Request) -> None:
         """Cancels a request that its client has submitted again; the caller tells the client."""
-        self._cancel(request, now)
+        self._cancel(request)
 
-    def session_lost(self, request: Request, now: float) -> None:
+    def session_lost(self, request: Request) -> None:
         """Cancels a request in any state whose client session was lost; it may be resumed."""
-        self._cancel(request, now, session_lost=True)
+        self._cancel(request, session_lost=True)
 
-    def fail(self, request: Request, error: errors.BatonError, now: float) -> None:
+    def fail(self, request: Request, error: errors.BatonError) -> None:
         """Fails a request in any state and tells its client why."""
-        self._states.advance(request, RequestState.FAILED, now)
+        self._states.advance(request, RequestState.FAILED)
         self._commands.cancel(request)
-        self._end(request, now, error=error)
+        self._end(request, error=error)
         self._effects.failed(request.submission, error)
 
-    def expire(
-        self, request: Request, error: Callable[[Request], errors.BatonError], now: float
-    ) -> None:
+    def expire(self, request: Request, error: Callable[[Request], errors.BatonError]) -> None:
         """Handles a request's timer: fails the request, or sets the timer again.
 
         Args:
             request: A request that has not ended.
             error: Makes the error of a request that has waited for too long.
-            now: Time by the core's clock.
         """
+        now = self._clock.now
         if self._states.set_timer(request) > now:
             return
         if request.deadline <= now:
-            self.fail(request, self._overdue(request), now)
+            self.fail(request, self._overdue(request))
         else:
-            self.fail(request, error(request), now)
+            self.fail(request, error(request))
 
     # ---- Private methods
 
@@ -119,29 +116,27 @@ class RequestEnds:
         # It lacked room, not time: when the cell is less busy, the same request may succeed.
         return errors.ResourceExhausted(message, reason="QUEUE_TIMEOUT", retry_after_s=1.0)
 
-    def _cancel(
-        self, request: Request, now: float, *, session_lost: bool = False
-    ) -> common_pb2.LatencyBudget:
-        self._states.advance(request, RequestState.CANCELLED, now)
+    def _cancel(self, request: Request, *, session_lost: bool = False) -> common_pb2.LatencyBudget:
+        self._states.advance(request, RequestState.CANCELLED)
         self._commands.cancel(request)
         reason = common_pb2.FINISH_REASON_CANCELLED
-        return self._end(request, now, finish_reason=reason, session_lost=session_lost)
+        return self._end(request, finish_reason=reason, session_lost=session_lost)
 
     def _end(
         self,
         request: Request,
-        now: float,
         *,
         finish_reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_UNSPECIFIED,
         error: errors.BatonError | None = None,
         session_lost: bool = False,
     ) -> common_pb2.LatencyBudget:
         """Releases everything that an ended request holds, and remembers its record."""
+        now = self._clock.now
         self._charges.charge_rest(request)
-        self._lanes.ended(request, now)
+        self._lanes.ended(request)
         if error is None and finish_reason != common_pb2.FINISH_REASON_CANCELLED:
             self._placers.of(request.fleet).ended(request)
-        self._admission.ended(request, now)
+        self._admission.ended(request)
         if request.attempt:
             self._assignments.add_session_blocks(request)
         self._timers.cancel(request.key)

@@ -14,21 +14,21 @@ class RequestFleets:
         self._requests, self._lanes, self._stats = parts.requests, parts.lanes, parts.stats
         self._admission, self._room_freed = parts.admission, parts.room_freed
 
-    def change(self, request: Request, fleet: Fleet, now: float) -> None:
+    def change(self, request: Request, fleet: Fleet) -> None:
         """Moves a request that still waits in its lane to another fleet."""
         self._requests.move(request, fleet)
         self._lanes.changed_fleet(request)
-        self._limit_output(request, now)
+        self._limit_output(request)
 
-    def move_to_stable(self, request: Request, stable: Fleet, now: float) -> None:
+    def move_to_stable(self, request: Request, stable: Fleet) -> None:
         """Moves a waiting request without any output to the stable fleet."""
         assert request.waits
         assert not len(request.token_ids)
         self._stats.moved_to_stable(request.fleet)
-        self.change(request, stable, now)
+        self.change(request, stable)
         self._room_freed()
 
-    def limit_outputs(self, fleet: Fleet, now: float) -> None:
+    def limit_outputs(self, fleet: Fleet) -> None:
         """Cuts max_tokens of requests that came before the fleet's first worker, at its context.
 
         Their digests are then those that the requests have for workers and for clients that resume
@@ -36,15 +36,15 @@ class RequestFleets:
         """
         for request in self._requests.all():
             if request.fleet is fleet and not request.attempt:
-                self._limit_output(request, now)
+                self._limit_output(request)
 
     def forget(self, fleet: Fleet) -> None:
         """Drops the accounts and predictions of a fleet that has no requests."""
         self._lanes.forget(fleet)
         self._admission.forget(fleet)
 
-    def _limit_output(self, request: Request, now: float) -> None:
+    def _limit_output(self, request: Request) -> None:
         max_model_len, before = request.fleet.workers.max_model_len, request.submission
         request.submission = before.cut_to(max_model_len)
         if request.submission is not before:
-            self._lanes.reserve_only(request, max_model_len, now)
+            self._lanes.reserve_only(request, max_model_len)

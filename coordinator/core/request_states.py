@@ -11,6 +11,7 @@ class RequestStates:
     """Changes the state of a request together with its timer."""
 
     def __init__(self, parts: Parts) -> None:
+        self._clock = parts.clock
         self._timers, self._lanes, self._placers = parts.timers, parts.lanes, parts.placers
         self._limits = {
             lane: StateLimits(
@@ -20,9 +21,9 @@ class RequestStates:
             for lane in LANES
         }
 
-    def advance(self, request: Request, state: RequestState, now: float) -> None:
+    def advance(self, request: Request, state: RequestState) -> None:
         """Moves a request to its next state."""
-        request.advance(state, now)
+        request.advance(state, self._clock.now)
         if not request.ended:
             self.set_timer(request)
 
@@ -32,7 +33,7 @@ class RequestStates:
         self._timers.set(request.key, due)
         return due
 
-    def queue(self, request: Request, now: float, num_tokens: int = 0) -> None:
+    def queue(self, request: Request, num_tokens: int = 0) -> None:
         """Adds a request to its lane; the arguments are those of Lanes.push."""
         work_s = self._placers.of(request.fleet).predictions.prefill_s(request)
-        self._lanes.push(request, now, num_tokens, work_s)
+        self._lanes.push(request, num_tokens, work_s)

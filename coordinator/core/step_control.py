@@ -21,6 +21,7 @@ class StepControl:
     """
 
     def __init__(self, parts: Parts) -> None:
+        self._clock = parts.clock
         self._config, self._targets, self._effects = parts.config, parts.targets, parts.effects
         self._workers, self._placers = parts.workers, parts.placers
         self._gaps = GapChoice() if _may_choose(parts.config) else None
@@ -39,10 +40,11 @@ class StepControl:
         """Follows a change of the latency targets."""
         self._apply()
 
-    def after_event(self, now: float) -> None:
+    def after_event(self) -> None:
         """Chooses the longest gap again, if the operator leaves it to the coordinator."""
         if self._gaps is None:
             return
+        now = self._clock.now
         if now < self._next_update_at and len(self._workers) == self._num_workers:
             return
         self._next_update_at, self._num_workers = now + _UPDATE_INTERVAL_S, len(self._workers)

@@ -17,22 +17,20 @@ class Submissions:
     """Admits new and resumed submissions."""
 
     def __init__(self, parts: Parts, states: RequestStates, ends: RequestEnds) -> None:
+        self._clock = parts.clock
         self._config, self._targets, self._requests = parts.config, parts.targets, parts.requests
         self._admission, self._stats, self._effects = parts.admission, parts.stats, parts.effects
         self._room_freed = parts.room_freed
         self._states, self._ends = states, ends
         self._check = AdmissionCheck(parts)
 
-    def admit(
-        self, submission: Submission, now: float, *, may_still_run: bool = False
-    ) -> Request | None:
+    def admit(self, submission: Submission, *, may_still_run: bool = False) -> Request | None:
         """Checks a submission and queues it, or refuses it with the reason.
 
         A request that was accepted before is not refused for its cost when its client resumes it.
 
         Args:
             submission: A new or resumed submission.
-            now: Time by the core's clock.
             may_still_run: Whether a worker may still run the request for an earlier coordinator.
 
         Returns:
@@ -42,24 +40,25 @@ class Submissions:
         if older is not None and self._takes_over(older, submission):
             return None
         try:
-            result = self._check.check(submission, older, now, may_still_run=may_still_run)
+            result = self._check.check(submission, older, may_still_run=may_still_run)
         except errors.BatonError as error:
             self._effects.failed(submission, error)
             return None
         if older is not None:
-            self._replace(older, now)
-        request = self._new_request(submission, result, now)
+            self._replace(older)
+        request = self._new_request(submission, result)
         self._requests.add(request)
-        self._stats.admitted(request, now)
+        self._stats.admitted(request, self._clock.now)
         self._effects.accepted(request)
-        self._states.queue(request, now, result.num_tokens)
+        self._states.queue(request, result.num_tokens)
         self._states.set_timer(request)
         self._room_freed()
         return request
 
     # ---- Private methods
 
-    def _new_request(self, submission: Submission, result: AdmissionResult, now: float) -> Request:
+    def _new_request(self, submission: Submission, result: AdmissionResult) -> Request:
+        now = self._clock.now
         forecast, before = result.forecast, self._requests.ended(submission.key)
         prediction = None
         if forecast is not None and forecast.is_informative:
@@ -114,9 +113,9 @@ class Submissions:
         self._states.set_timer(older)
         return True
 
-    def _replace(self, older: Request, now: float) -> None:
+    def _replace(self, older: Request) -> None:
         """Cancels the running request that a submission resumes; its session may still be open."""
-        self._ends.replaced(older, now)
+        self._ends.replaced(older)
         self._tell_resumed(older)
 
     def _tell_resumed(self, older: Request) -> None:

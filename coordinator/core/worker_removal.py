@@ -68,21 +68,19 @@ class WorkerRemoval:
         adoption: Adoption,
         scaler: Scaler,
     ) -> None:
+        self._clock = parts.clock
         self._workers, self._placers, self._latency = parts.workers, parts.placers, parts.latency
         self._requests, self._stats, self._timers = parts.requests, parts.stats, parts.timers
         self._effects, self._room_freed = parts.effects, parts.room_freed
         self._attempts, self._ends, self._fetches = attempts, ends, fetches
         self._adoption, self._scaler = adoption, scaler
 
-    def lose(
-        self, worker: Worker, reason: str, now: float, how: Departure = Departure.LOST
-    ) -> None:
+    def lose(self, worker: Worker, reason: str, how: Departure = Departure.LOST) -> None:
         """Removes a worker. Its requests are queued again and cancelled on their other workers.
 
         Args:
             worker: An attached worker.
             reason: Reason in words that continue "worker w1 ...".
-            now: Time by the core's clock.
             how: How it leaves. If its ID stays in use, the caller then calls `left_pool` if the
                 worker of that ID is in another pool.
         """
@@ -92,19 +90,19 @@ class WorkerRemoval:
         self._latency.forget(worker.key)
         self._timers.cancel(worker.key)
         if how.fenced or how.blamed:
-            self._stats.worker_lost(now)
+            self._stats.worker_lost(self._clock.now)
         leaves = worker.state == cluster_pb2.WORKER_STATE_DRAINING
         if how.ended:
-            self._scaler.left(worker.id, reason, now, wanted=leaves)
+            self._scaler.left(worker.id, reason, wanted=leaves)
         suspects = worker.computing() if how.blamed and not worker.unresponsive else []
-        self._recover_all(worker, reason, suspects, now, left=how.orderly)
+        self._recover_all(worker, reason, suspects, left=how.orderly)
         self._fetches.lost(worker.key)
         if how.ended:
-            self.left_pool(worker.role, worker.fleet, now)
+            self.left_pool(worker.role, worker.fleet)
         fence = errors.Aborted(f"worker {worker.id} is fenced: it {reason}") if how.fenced else None
         self._effects.add(ev.FenceWorker(worker.key, fence))
 
-    def suspect(self, worker: Worker, reason: str, now: float) -> None:
+    def suspect(self, worker: Worker, reason: str) -> None:
         """Marks a worker as unresponsive; other workers take over its requests, if there are any.
 
         The worker stays attached and gets new requests once it responds. Its late reports belong
@@ -118,8 +116,8 @@ class WorkerRemoval:
         ):
             worker.unresponsive = reason
             self._placers.refresh(worker)
-            self._stats.worker_unresponsive(now)
-            self._recover_all(worker, reason, [], now, with_begun=has_peers, is_out=False)
+            self._stats.worker_unresponsive(self._clock.now)
+            self._recover_all(worker, reason, [], with_begun=has_peers, is_out=False)
             self._fetches.lost(worker.key)
 
     def responds(self, worker: Worker) -> None:
@@ -127,13 +125,13 @@ class WorkerRemoval:
         self._placers.refresh(worker)
         self._room_freed()
 
-    def left_pool(self, role: common_pb2.Role.ValueType, fleet: Fleet, now: float) -> None:
+    def left_pool(self, role: common_pb2.Role.ValueType, fleet: Fleet) -> None:
         """Lets parked requests wait for a new worker if the last one for their work has left."""
         if fleet.workers.able(role).num_attached:
             return
         for request in self._requests.all():
             if request.state is RequestState.PARKED and request.fleet is fleet:
-                self._attempts.recover_parked(request, now)
+                self._attempts.recover_parked(request)
 
     # ---- Private methods
 
@@ -142,7 +140,6 @@ class WorkerRemoval:
         worker: Worker,
         reason: str,
         suspects: list[RequestKey],
-        now: float,
         *,
         with_begun: bool = True,
         is_out: bool = True,
@@ -158,14 +155,14 @@ class WorkerRemoval:
             if not is_out and not worker.can_resume(request):
                 continue
             if left:
-                self._attempts.worker_left(request, now)
+                self._attempts.worker_left(request)
                 continue
             if request.suspect and suspects == [key]:
                 error = errors.Internal(
                     f"two workers died while they computed request {request.id}; the last one, "
                     f"worker {worker.id}, {reason}"
                 )
-                self._ends.fail(request, error, now)
+                self._ends.fail(request, error)
                 continue
             request.suspect |= key in suspects
-            self._attempts.recover(request, worker.key, errors.Unavailable(lost), now)
+            self._attempts.recover(request, worker.key, errors.Unavailable(lost))
