@@ -10,7 +10,7 @@ from baton.coordinator.core.flips import Flips
 from baton.coordinator.core.parts import Parts
 from baton.coordinator.core.request_ends import RequestEnds
 from baton.coordinator.core.request_fleets import RequestFleets
-from baton.coordinator.core.worker_removal import Departure, WorkerRemoval
+from baton.coordinator.core.worker_removal import Departure, Succession, WorkerRemoval
 from baton.coordinator.scaling.drains import Drains
 from baton.coordinator.scaling.scaling import Scaler
 from baton.coordinator.state import events as ev
@@ -78,50 +78,27 @@ class Membership:
             self._flips.advance()
 
     def attached(self, event: ev.WorkerAttached) -> Worker | None:
-        """Adds a worker that attaches; returns it, or None if it was refused."""
-        now = self._clock.now
+        """Adds a worker, or updates one that attaches again; returns it, or None if it was refused.
+
+        A worker stays the same while its process and its requests stay the same. Otherwise the
+        earlier worker of the ID is removed first.
+        """
         hello = event.hello
-        key = (hello.worker_id, hello.incarnation)
         refusal = self._workers.refusal(hello)
         if refusal is not None:
-            self._effects.add(ev.RefuseWorker(key, refusal))
+            self._effects.add(ev.RefuseWorker((hello.worker_id, hello.incarnation), refusal))
             return None
-        worker = self._workers.by_id(hello.worker_id)
-        was_in = (worker.role, worker.fleet) if worker is not None else None
-        forgetful: Worker | None = None
-        if worker is not None and worker.key != key:
-            replaced = f"was replaced by incarnation {hello.incarnation:016x}"
-            # A draining worker has ended as it was asked to.
-            drains = worker.state == cluster_pb2.WORKER_STATE_DRAINING
-            how = Departure.RESTARTED if drains else Departure.REPLACED
-            self._removal.lose(worker, replaced, how)
-            worker = None
-        elif worker is not None and event.forgets:
-            elsewhere = "has served another coordinator since"
-            self._removal.lose(worker, elsewhere, Departure.ELSEWHERE)
-            forgetful, worker = worker, None
-        kept = without_running(hello)
-        if worker is None:
-            fleet = self._workers.fleet_of(hello)
-            worker = Worker(kept, fleet, hello.role, hello.state, attached_at=now, heard_at=now)
-            self._detector.expect(worker)
-            self._workers.add(worker)
-            if len(fleet.workers) == 1:
-                self._request_fleets.limit_outputs(fleet)
-            if not hello.generation:
-                # The worker has served no coordinator before.
-                self._stats.attached_first(worker, now)
-            if not event.returns:
-                self._scaler.launches.attached(worker.key, now)
+        before = self._workers.by_id(hello.worker_id)
+        was_in = (before.role, before.fleet) if before is not None else None
+        if before is None or self._made_way(before, event):
+            worker = self._added(event)
         else:
-            # A draining worker never serves again; it may not have read the drain command yet.
-            drains = worker.state == cluster_pb2.WORKER_STATE_DRAINING
-            worker.state = worker.state if drains else hello.state
-            worker.hello, worker.role = kept, hello.role
+            worker = before
+            _update(worker, hello)
         if hello.state == cluster_pb2.WORKER_STATE_DRAINING:
             self._drains.confirmed(worker)
-        worker.connected, worker.heard_at, worker.progressed_at = True, now, now
-        worker.unresponsive, worker.stuck = "", False
+        worker.connected, worker.unresponsive, worker.stuck = True, "", False
+        worker.heard_at = worker.progressed_at = self._clock.now
         self._flips.heard(worker)
         self._watch(worker)
         self._placers.attach(worker)
@@ -132,9 +109,51 @@ class Membership:
         if self._scaler.launches.is_ending(worker.key):
             # Its start was cancelled, but it attached before it was ended.
             self.drain(worker, self._config.scaling.drain_s, "it was to end before")
-        elif forgetful is not None:
-            self._order_again(forgetful, worker)
+        elif before is not None and before is not worker and before.key == worker.key:
+            self._order_again(before, worker)
         self._room_freed()
+        return worker
+
+    def _made_way(self, before: Worker, event: ev.WorkerAttached) -> bool:
+        """Removes the earlier worker of an ID, unless it is the worker that attaches.
+
+        Args:
+            before: The attached worker of this ID.
+            event: The worker that attaches.
+
+        Returns:
+            Whether the earlier worker was removed.
+        """
+        hello = event.hello
+        if before.key != (hello.worker_id, hello.incarnation):
+            # A draining worker has ended as it was asked to.
+            drains = before.state == cluster_pb2.WORKER_STATE_DRAINING
+            how = Succession.RESTARTED if drains else Succession.REPLACED
+            replaced = f"was replaced by incarnation {hello.incarnation:016x}"
+            self._removal.make_way(before, replaced, how)
+            return True
+        if event.forgets:
+            elsewhere = "has served another coordinator since"
+            self._removal.make_way(before, elsewhere, Succession.ELSEWHERE)
+            return True
+        return False
+
+    def _added(self, event: ev.WorkerAttached) -> Worker:
+        """Adds and returns a worker of an ID that is not attached."""
+        hello, now = event.hello, self._clock.now
+        fleet = self._workers.fleet_of(hello)
+        worker = Worker(
+            without_running(hello), fleet, hello.role, hello.state, attached_at=now, heard_at=now
+        )
+        self._detector.expect(worker)
+        self._workers.add(worker)
+        if len(fleet.workers) == 1:
+            self._request_fleets.limit_outputs(fleet)
+        if not hello.generation:
+            # The worker has served no coordinator before.
+            self._stats.attached_first(worker, now)
+        if not event.returns:
+            self._scaler.launches.attached(worker.key, now)
         return worker
 
     def _order_again(self, before: Worker, worker: Worker) -> None:
@@ -357,3 +376,11 @@ class Membership:
     def _watch(self, worker: Worker) -> None:
         """Sets the timer that checks for a worker's silence."""
         self._timers.set(worker.key, self._detector.next_check(worker, self._clock.now))
+
+
+def _update(worker: Worker, hello: cluster_pb2.Hello) -> None:
+    """Updates a worker that attaches again with the same process and the same requests."""
+    # A draining worker never serves again; it may not have read the drain command yet.
+    if worker.state != cluster_pb2.WORKER_STATE_DRAINING:
+        worker.state = hello.state
+    worker.hello, worker.role = without_running(hello), hello.role

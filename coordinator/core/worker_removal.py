@@ -18,33 +18,42 @@ from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
 
 
-class Departure(Enum):
-    """How a worker leaves the cell.
+class _Removal(Enum):
+    """How a worker is removed.
 
     Attributes:
         fenced: Whether it is told to end; False if it has ended by itself or goes on.
         blamed: Whether one of the requests that it computed may have crashed it.
-        ended: Whether its ID is free; False if a worker of this ID is attached next.
-        orderly: Whether its requests move without a loss: it told the coordinator that it leaves.
+        loses_attempts: Whether the attempts on it count as lost (see max_lost_attempts).
     """
 
-    # Columns: fenced, blamed, ended, orderly.
-    LOST = (True, True, True, False)
-    # It has reported that it stops because of an error.
-    FAILED = (False, True, True, False)
-    # It has reported that it stops as it was asked to.
-    STOPPED = (False, False, True, True)
-    # Its process has ended while it drained, without such a report.
-    EXITED = (False, False, True, False)
-    # Another process has its ID.
-    REPLACED = (True, True, False, False)
-    # The same, while it drained.
-    RESTARTED = (True, False, False, False)
-    # It returns from another coordinator, and has forgotten its requests here.
-    ELSEWHERE = (False, False, False, True)
+    def __init__(self, fenced: bool, blamed: bool, loses_attempts: bool) -> None:
+        self.fenced, self.blamed, self.loses_attempts = fenced, blamed, loses_attempts
 
-    def __init__(self, fenced: bool, blamed: bool, ended: bool, orderly: bool) -> None:
-        self.fenced, self.blamed, self.ended, self.orderly = fenced, blamed, ended, orderly
+
+class Departure(_Removal):
+    """How a worker leaves the cell, so that no worker has its ID."""
+
+    # Columns: fenced, blamed, loses_attempts.
+    LOST = (True, True, True)
+    # It has reported that it stops because of an error.
+    FAILED = (False, True, True)
+    # It has reported that it stops as it was asked to.
+    STOPPED = (False, False, False)
+    # Its process has ended while it drained, without such a report.
+    EXITED = (False, False, True)
+
+
+class Succession(_Removal):
+    """How a worker makes way for the worker that attaches next under the same ID."""
+
+    # Columns: fenced, blamed, loses_attempts.
+    # Another process has its ID.
+    REPLACED = (True, True, True)
+    # The same, while it drained.
+    RESTARTED = (True, False, True)
+    # The same process returns from another coordinator, for which it gave up its requests here.
+    ELSEWHERE = (False, False, False)
 
 
 class WorkerRemoval:
@@ -81,26 +90,16 @@ class WorkerRemoval:
         Args:
             worker: An attached worker.
             reason: Reason in words that continue "worker w1 ...".
-            how: How it leaves. If its ID stays in use, the caller then calls `left_pool` if the
-                worker of that ID is in another pool.
+            how: How it leaves.
         """
-        self._workers.remove(worker, reason, may_return=how is Departure.ELSEWHERE)
-        self._adoption.lost(worker.key)
-        self._placers.detach(worker)
-        self._latency.forget(worker.key)
-        self._timers.cancel(worker.key)
-        if how.fenced or how.blamed:
-            self._stats.worker_lost(self._clock.now)
-        leaves = worker.state == cluster_pb2.WORKER_STATE_DRAINING
-        if how.ended:
-            self._scaler.left(worker.id, reason, wanted=leaves)
-        suspects = worker.computing() if how.blamed and not worker.unresponsive else []
-        self._recover_all(worker, reason, suspects, left=how.orderly)
-        self._fetches.lost(worker.key)
-        if how.ended:
-            self.left_pool(worker.role, worker.fleet)
-        fence = errors.Aborted(f"worker {worker.id} is fenced: it {reason}") if how.fenced else None
-        self._effects.add(ev.FenceWorker(worker.key, fence))
+        self._remove(worker, reason, how)
+
+    def make_way(self, worker: Worker, reason: str, how: Succession) -> None:
+        """Like `lose`, for a worker whose ID is attached again next.
+
+        The next worker may join the same pool, so the caller calls `left_pool` after it has.
+        """
+        self._remove(worker, reason, how)
 
     def suspect(self, worker: Worker, reason: str) -> None:
         """Marks a worker as unresponsive; other workers take over its requests, if there are any.
@@ -135,6 +134,26 @@ class WorkerRemoval:
 
     # ---- Private methods
 
+    def _remove(self, worker: Worker, reason: str, how: Departure | Succession) -> None:
+        leaves = isinstance(how, Departure)
+        self._workers.remove(worker, reason, may_return=how is Succession.ELSEWHERE)
+        self._adoption.lost(worker.key)
+        self._placers.detach(worker)
+        self._latency.forget(worker.key)
+        self._timers.cancel(worker.key)
+        if how.fenced or how.blamed:
+            self._stats.worker_lost(self._clock.now)
+        if leaves:
+            drained = worker.state == cluster_pb2.WORKER_STATE_DRAINING
+            self._scaler.left(worker.id, reason, wanted=drained)
+        suspects = worker.computing() if how.blamed and not worker.unresponsive else []
+        self._recover_all(worker, reason, suspects, loses_attempts=how.loses_attempts)
+        self._fetches.lost(worker.key)
+        if leaves:
+            self.left_pool(worker.role, worker.fleet)
+        fence = errors.Aborted(f"worker {worker.id} is fenced: it {reason}") if how.fenced else None
+        self._effects.add(ev.FenceWorker(worker.key, fence))
+
     def _recover_all(
         self,
         worker: Worker,
@@ -143,7 +162,7 @@ class WorkerRemoval:
         *,
         with_begun: bool = True,
         is_out: bool = True,
-        left: bool = False,
+        loses_attempts: bool = True,
     ) -> None:
         lost = f"worker {worker.id} {reason}"
         for key in [*worker.ledger, *worker.ledger.handoffs]:
@@ -154,7 +173,7 @@ class WorkerRemoval:
                 continue
             if not is_out and not worker.can_resume(request):
                 continue
-            if left:
+            if not loses_attempts:
                 self._attempts.worker_left(request)
                 continue
             if request.suspect and suspects == [key]:
