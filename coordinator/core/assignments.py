@@ -85,7 +85,7 @@ class Assignments:
         self._placers.of(request.fleet).computed(request)
         self._release(request.prefill, request)
 
-    def handed_over(self, request: Request) -> None:
+    def end_handoff(self, request: Request) -> None:
         """Records that the prefill worker need not send the handoff any longer."""
         worker = self._workers.get(request.prefill)
         if worker is not None:
@@ -95,7 +95,7 @@ class Assignments:
         """Ends an attempt: releases its workers, its fetch and its handle."""
         self._fetches.end(request)
         self._requests.end_attempt(request)
-        self.handed_over(request)
+        self.end_handoff(request)
         self._placers.of(request.fleet).released(request)
         self._release(request.prefill, request)
         self._release(request.decode, request)

@@ -162,7 +162,7 @@ class Attempts:
             # The decode worker has computed the prompt, so it has room for the next one.
             self._assignments.prefill_done(request)
             self._room_freed()
-        self._assignments.handed_over(request)
+        self._assignments.end_handoff(request)
 
     def cancel_decode(self, request: Request) -> None:
         """Tells the decode worker to drop the handoff: the request ended with its first token."""
@@ -171,7 +171,7 @@ class Attempts:
     def handoff_failed(self, request: Request, sender: WorkerKey) -> None:
         """Tells the decode worker not to wait for a handoff that the prefill worker cannot send."""
         if sender == request.prefill and request.decode is not None:
-            self._assignments.handed_over(request)
+            self._assignments.end_handoff(request)
             self._commands.handoff_failed(request)
 
     # ---- Attempts that end before their request

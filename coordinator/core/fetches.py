@@ -203,18 +203,6 @@ class Fetches:
             self._fail(fetch, handoff_id, from_holder=worker == route.holder)
         return True
 
-    def handed_over(self, request: Request, report: cluster_pb2.HandoffReport) -> None:
-        """Updates the measured network speed with a handoff.
-
-        The time of a handoff is only an upper limit of the network's time, because its bytes also
-        waited for their computation.
-        """
-        if request.prefill is None or request.decode is None:
-            return
-        view, pair = self._placers.of(request.fleet).view, (request.prefill, request.decode)
-        seconds = (report.fill_us + report.exposed_us) / 1e6
-        view.transfers.observe_at_most(pair, report.num_bytes, seconds, near=view.near(*pair))
-
     def lost(self, worker: WorkerKey) -> None:
         """Tells the prefill workers not to wait for a worker that is lost or does not respond."""
         for handoff_id, fetch in self._fetches.items():
