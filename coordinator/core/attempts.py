@@ -196,12 +196,15 @@ class Attempts:
         self._stats.recovered(request, self._clock.now)
 
     def worker_left(self, request: Request) -> None:
-        """Queues a request again whose worker stopped as it was asked to; no attempt was lost."""
+        """Queues a request again whose worker left as it was asked to; no attempt was lost.
+
+        The request is not PARKED, because it may wait only as long as RecoveryTimeout allows.
+        """
         self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_PARKED)
         self._stats.num_moved += 1
 
     def park(self, request: Request) -> None:
-        """Parks a running batch request: it leaves its workers and waits for another turn."""
+        """Parks a running batch request to make room for interactive requests."""
         request.num_parked += 1
         self._begin_again(request, RequestState.PARKED, common_pb2.STAGE_PARKED)
         self._stats.parked(self._clock.now)
@@ -211,11 +214,11 @@ class Attempts:
         self._states.advance(request, RequestState.RECOVERING)
 
     def move(self, request: Request, placement: Placement | None = None) -> None:
-        """Takes a request off a worker that flips or whose revision ends; no attempt is lost.
+        """Parks a request of a worker that flips or whose revision ends; no attempt is lost.
 
         Args:
             request: A dispatched request.
-            placement: The workers that it is sent to at once; None: it waits for its turn.
+            placement: The workers that it is sent to at once; None: it stays parked for its turn.
         """
         self._begin_again(request, RequestState.PARKED, common_pb2.STAGE_PARKED)
         self._stats.num_moved += 1
