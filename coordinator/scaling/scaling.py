@@ -26,7 +26,7 @@ from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.latency_targets import LatencyTargets
 from baton.coordinator.state.pools import POOL_OF, POOLS, Pool
 from baton.coordinator.state.revision import Revision
-from baton.coordinator.state.scaling_config import ScalingSettings
+from baton.coordinator.state.scaling_config import ScalingConfig, ScalingSettings
 from baton.coordinator.state.scaling_decision import Action, Drain, Flip, PoolDecision, SetSize
 from baton.coordinator.state.timers import CoreTimer, Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
@@ -42,7 +42,7 @@ class Scaler:
     """Owns the sizes of the pools and the worker processes started for them.
 
     Args:
-        settings: Initial settings; `policy` has its own limits.
+        settings: Initial settings; a `policy` brings its own initial limits.
         targets: Latency targets of the lanes.
         workers: Attached workers.
         observer: Source of the load that the policy decides by.
@@ -75,7 +75,7 @@ class Scaler:
         self._clock, self._timers, self._emit = clock, timers, emit
         self._targets = targets
         self._policy = policy or Autoscaler(settings.config.with_targets(targets.by_lane))
-        # Configured limits; the policy's own copy also contains the fixed sizes as limits.
+        # Configured limits; `_policy_config` adds the fixed sizes.
         self._config = self._policy.config
         self.launches = Launches(workers, stats, emit)
         self.active = False
@@ -222,8 +222,7 @@ class Scaler:
         """Activates the scaler and starts the workers that the initial sizes require."""
         self.active = True
         self._sizes.begin(sizes)
-        self._limit_policy()
-        present = Counter(view.pool for view in self._observe().workers)
+        present = Counter(view.pool for view in self._observe(self._policy_config()).workers)
         for pool in POOLS:
             self.launches.start(pool, sizes[pool] - present[pool], self._clock.now)
         self._set_timer(self._clock.now)
@@ -236,19 +235,16 @@ class Scaler:
     def scale(self, pool: Pool, num_workers: int) -> None:
         """Sets the size of a pool on behalf of an operator."""
         self._sizes.set_by_hand(pool, num_workers, self._clock.now)
-        self._limit_policy()
         self.soon()
 
     def set_autoscale(self, enabled: bool) -> None:
         """Switches autoscaling on or off for an operator; see PoolSizes.set_autoscale."""
         self._sizes.set_autoscale(enabled)
-        self._limit_policy()
         self.soon()
 
     def targets_changed(self) -> None:
         """Follows a change of the latency targets."""
         self._config = self._config.with_targets(self._targets.by_lane)
-        self._limit_policy()
         self.soon()
 
     def flipped(self, worker_id: str, pool: Pool, into: Pool) -> None:
@@ -261,14 +257,10 @@ class Scaler:
 
     def reserve(self, num_gpus: int) -> None:
         """Sets the number of GPUs that the pools must leave to workers of other fleets."""
-        if num_gpus != self._reserved_gpus:
-            self._reserved_gpus = num_gpus
-            self._limit_policy()
+        self._reserved_gpus = num_gpus
 
     def promoted(self) -> None:
         """Handles a change of the stable fleet; the pools keep their sizes."""
-        # The new fleet's workers may use other numbers of GPUs.
-        self._limit_policy()
         self.soon()
 
     def left(self, worker_id: str, reason: str, *, wanted: bool) -> None:
@@ -309,8 +301,9 @@ class Scaler:
         self._set_timer(now + self._policy.interval_s)
         # Before the decision, so that a stuck process no longer counts and gets replaced.
         self.launches.give_up_stuck(self._workers.fleets.stable, self.start_timeout_s, now)
-        observation = self._observe()
-        decision = self._policy.decide(observation, now)
+        config = self._policy_config()
+        observation = self._observe(config)
+        decision = self._policy.decide(observation, config, now)
         of_attached = self._apply(decision.actions, observation)
         decision = replace(
             decision,
@@ -332,9 +325,7 @@ class Scaler:
         self._seen = observation
         empty = [one.target == 0 for one in (decision.prefill, decision.decode)]
         # A worker of either pool serves requests where the pools share their work.
-        self._lacks_workers = (
-            all(empty) if share_work(observation, self._policy.config) else any(empty)
-        )
+        self._lacks_workers = all(empty) if share_work(observation, config) else any(empty)
         self._emit(ev.Decided(decision))
         return of_attached
 
@@ -364,8 +355,8 @@ class Scaler:
                 of_attached.append(action)
         return of_attached
 
-    def _limit_policy(self) -> None:
-        """Passes fixed sizes to the policy, as equal lower and upper limits."""
+    def _policy_config(self) -> ScalingConfig:
+        """Returns the limits that the policy gets: fixed sizes are equal lower and upper limits."""
         config, limits = self._config, {}
         stable = self._workers.fleets.stable.revision
         for pool in POOLS:
@@ -375,7 +366,7 @@ class Scaler:
         max_gpus = config.max_gpus
         if max_gpus is not None:
             max_gpus = max(0, max_gpus - self._reserved_gpus)
-        self._policy.config = replace(
+        return replace(
             config,
             prefill=limits[Pool.PREFILL],
             decode=limits[Pool.DECODE],
@@ -385,21 +376,18 @@ class Scaler:
 
     def _move_sizes(self, worker_id: str, pool: Pool, into: Pool, before: float) -> None:
         self._sizes.move(pool, into, before, started_here=self.launches.has(worker_id))
-        self._limit_policy()
 
     def _set_timer(self, at: float) -> None:
         self._due = at
         self._timers.set(CoreTimer.SCALING, at)
 
-    def _observe(self) -> Observation:
+    def _observe(self, config: ScalingConfig) -> Observation:
         """Returns the observation that the policy decides by.
 
         Workers that another process started count if the load or an operator sizes their pool; the
         scaler never drains them. They do not count in a pool that keeps its configured size.
         """
-        observation = self._observer.observe(
-            self._policy.config, self._clock.now, self.launches.views()
-        )
+        observation = self._observer.observe(config, self._clock.now, self.launches.views())
         found = tuple(
             replace(
                 view,
