@@ -71,7 +71,7 @@ class Hpa:
         self._depths = {Pool.PREFILL: prefill_depth, Pool.DECODE: decode_depth}
         self._wanted: dict[Pool, deque[tuple[float, int]]] = {pool: deque() for pool in POOLS}
 
-    def decide(self, observation: Observation, now: float) -> Decision:
+    def decide(self, observation: Observation, config: ScalingConfig, now: float) -> Decision:
         lanes = [one for _, one in observation.lanes]
         waiting = sum(one.num_waiting for one in lanes)
         depth = {
@@ -80,7 +80,7 @@ class Hpa:
         }
         sizes = {}
         for pool in POOLS:
-            members = Members.of(observation, pool, self.config, now)
+            members = Members.of(observation, pool, config, now)
             serving = len(members.serving)
             share = depth[pool] / max(1, serving) / self._depths[pool]
             # When the HPA would scale up, it counts pods that are not ready as idle.
@@ -104,7 +104,7 @@ class Hpa:
         reason = (
             f"{depth[Pool.PREFILL]} requests before their first token, {depth[Pool.DECODE]} in all"
         )
-        return _apply(observation, self.config, sizes, reason, now)
+        return _apply(observation, config, sizes, reason, now)
 
 
 def hpa_decode_depth(
@@ -152,26 +152,27 @@ class Planner:
         self._history: deque[tuple[float, float, float, float]] = deque(maxlen=self._WINDOWS)
         self._floors = dict.fromkeys(POOLS, 0)
 
-    def decide(self, observation: Observation, now: float) -> Decision:
+    def decide(self, observation: Observation, config: ScalingConfig, now: float) -> Decision:
         load = dict(observation.lanes).get("interactive", LaneLoad())
-        members = {pool: Members.of(observation, pool, self.config, now) for pool in POOLS}
+        members = {pool: Members.of(observation, pool, config, now) for pool in POOLS}
         sizes = {pool: members[pool].current for pool in POOLS}
         reason = "within the targets"
         if self._seen is None:
             # Until the first forecast the pools do not shrink below their initial sizes.
             self._seen, self._floors = (now, load), dict(sizes)
         elif now - self._seen[0] >= self._LONG_S:
-            self._forecast(load, now)
+            self._forecast(load, _targets(config), now)
             reason = (
                 f"the forecast needs {self._floors[Pool.PREFILL]} and {self._floors[Pool.DECODE]}"
             )
         for pool in POOLS:
             if not members[pool].starting:
-                sizes[pool] += self._step(pool, observation, load, len(members[pool].serving))
+                num_serving = len(members[pool].serving)
+                sizes[pool] += self._step(pool, observation, load, _targets(config), num_serving)
             sizes[pool] = max(sizes[pool], self._floors[pool])
-        return _apply(observation, self.config, sizes, reason, now)
+        return _apply(observation, config, sizes, reason, now)
 
-    def _forecast(self, load: LaneLoad, now: float) -> None:
+    def _forecast(self, load: LaneLoad, target: Targets, now: float) -> None:
         assert self._seen is not None
         at, before = self._seen
         span_s, count = now - at, load.num_arrived - before.num_arrived
@@ -188,15 +189,20 @@ class Planner:
             self._floors = dict.fromkeys(POOLS, 0)
             return
         self._floors[Pool.PREFILL] = math.ceil(rate * work_s)
-        target = _targets(self.config)
         each = queueing.most_requests(self._latency, target.itl_s or math.inf, held)
         if held:
             each = min(each, self._kv_tokens / held)
         step_s = self._latency.decode_step_s(math.ceil(each), math.ceil(each * held))
         self._floors[Pool.DECODE] = math.ceil(rate * outputs * step_s / each)
 
-    def _step(self, pool: Pool, observation: Observation, load: LaneLoad, number: int) -> int:
-        target = _targets(self.config)
+    def _step(
+        self,
+        pool: Pool,
+        observation: Observation,
+        load: LaneLoad,
+        target: Targets,
+        number: int,
+    ) -> int:
         if pool is Pool.PREFILL:
             if target.ttft is None or not load.works:
                 return 0
@@ -309,10 +315,10 @@ class Hindsight:
         self._sizes, self._span_s, self._lead_s = sizes, span_s, cold_start_s
         self._began_at: float | None = None
 
-    def decide(self, observation: Observation, now: float) -> Decision:
+    def decide(self, observation: Observation, config: ScalingConfig, now: float) -> Decision:
         self._began_at = now if self._began_at is None else self._began_at
         first = int((now - self._began_at) / self._span_s)
         last = int((now - self._began_at + self._lead_s + self.interval_s) / self._span_s)
         coming = self._sizes[first : last + 1] or [self._sizes[-1]]
         sizes = {pool: max(one[pool] for one in coming) for pool in POOLS}
-        return _apply(observation, self.config, sizes, "known in hindsight", now)
+        return _apply(observation, config, sizes, "known in hindsight", now)

@@ -21,8 +21,8 @@ class Static:
     def __init__(self, config: ScalingConfig) -> None:
         self.config, self.interval_s = config, config.interval_s
 
-    def decide(self, observation: Observation, now: float) -> Decision:
-        sizes = {pool: Members.of(observation, pool, self.config, now).current for pool in Pool}
+    def decide(self, observation: Observation, config: ScalingConfig, now: float) -> Decision:
+        sizes = {pool: Members.of(observation, pool, config, now).current for pool in Pool}
         return decision(sizes, sizes, "static", ())
 
 

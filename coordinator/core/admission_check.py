@@ -5,18 +5,13 @@ from __future__ import annotations
 from array import array
 from typing import NamedTuple
 
+from baton.coordinator.core.parts import Parts
 from baton.coordinator.core.retries import Retries
-from baton.coordinator.lanes.admission import Admission, TtftForecast
-from baton.coordinator.lanes.lanes import TENANT_RATE, Lanes
-from baton.coordinator.rollouts.traffic import Traffic
+from baton.coordinator.lanes.admission import TtftForecast
+from baton.coordinator.lanes.lanes import TENANT_RATE
 from baton.coordinator.routing.output_lengths import max_output_tokens
-from baton.coordinator.routing.placers import Placers
 from baton.coordinator.state.fleets import Fleet
-from baton.coordinator.state.latency_targets import LatencyTargets
-from baton.coordinator.state.request_table import RequestTable
 from baton.coordinator.state.requests import EndedRequest, Request, Submission
-from baton.coordinator.state.workers import WorkerRegistry
-from baton.coordinator.telemetry.stats import CoreStats
 from baton.runtime import errors
 
 
@@ -41,51 +36,41 @@ class AdmissionResult(NamedTuple):
 class AdmissionCheck:
     """Checks submissions against all limits, and counts arrived and shed requests."""
 
-    def __init__(
-        self,
-        requests: RequestTable,
-        targets: LatencyTargets,
-        workers: WorkerRegistry,
-        placers: Placers,
-        traffic: Traffic,
-        lanes: Lanes,
-        admission: Admission,
-        stats: CoreStats,
-    ) -> None:
-        self._requests, self._workers, self._placers = requests, workers, placers
-        self._targets = targets
-        self._traffic, self._lanes = traffic, lanes
-        self._admission, self._stats = admission, stats
+    def __init__(self, parts: Parts) -> None:
+        self._clock = parts.clock
+        self._requests, self._workers, self._placers = parts.requests, parts.workers, parts.placers
+        self._targets, self._traffic, self._lanes = parts.targets, parts.traffic, parts.lanes
+        self._admission, self._stats = parts.admission, parts.stats
         self._retries = Retries()
 
     def check(
-        self, submission: Submission, older: Request | None, now: float, *, may_still_run: bool
+        self, submission: Submission, older: Request | None, *, may_still_run: bool
     ) -> AdmissionResult:
         """Checks a submission, chooses its fleet, and counts it as demand and as shed.
 
         Args:
             submission: A new or resumed submission.
             older: The running request of the same key, or None.
-            now: Time by the core's clock.
             may_still_run: Whether a worker may still run the request for an earlier coordinator.
 
         Raises:
             BatonError: The submission is refused.
         """
+        now = self._clock.now
         num_tokens = len(submission.prompt_token_ids)
         num_tokens += max_output_tokens(submission, self._workers.max_model_len)
-        refused = self._limit_error(submission, older, num_tokens, now, may_still_run=may_still_run)
+        refused = self._limit_error(submission, older, num_tokens, may_still_run=may_still_run)
         earlier = self._continued(submission, older)
         fleet = self._traffic.fleet_of(submission, earlier.revision if earlier is not None else "")
         hashes = self._placers.of(fleet).prompts.hashes(submission)
         forecast, growth_s = None, self._targets.ttft_growth_s(submission)
         if refused is None:
-            forecast = self._admission.forecast(submission, hashes, fleet, growth_s, now)
+            forecast = self._admission.forecast(submission, hashes, fleet, growth_s)
             if _is_late(forecast) and fleet is not self._traffic.stable:
                 # A canary must not cause requests to be refused.
                 canary, fleet = fleet, self._traffic.stable
                 hashes = self._placers.of(fleet).prompts.hashes(submission)
-                forecast = self._admission.forecast(submission, hashes, fleet, growth_s, now)
+                forecast = self._admission.forecast(submission, hashes, fleet, growth_s)
                 if not _is_late(forecast):
                     self._stats.moved_to_stable(canary)
             if forecast is not None and _is_late(forecast):
@@ -114,7 +99,6 @@ class AdmissionCheck:
         submission: Submission,
         older: Request | None,
         num_tokens: int,
-        now: float,
         *,
         may_still_run: bool,
     ) -> errors.BatonError | None:
@@ -140,7 +124,7 @@ class AdmissionCheck:
             return None
         if older is None and self._resumes(submission, may_still_run=may_still_run):
             return None
-        return self._lanes.rate_error(submission.tenant, num_tokens, now)
+        return self._lanes.rate_error(submission.tenant, num_tokens)
 
     def _resumes(self, submission: Submission, *, may_still_run: bool) -> bool:
         """Returns whether a submission resumes a request whose session or coordinator was lost.

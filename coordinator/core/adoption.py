@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from baton.coordinator.core.outputs import apply_step
-from baton.coordinator.core.request_lifecycle import RequestLifecycle
-from baton.coordinator.routing.placers import Placers
+from baton.coordinator.core.attempts import Attempts
+from baton.coordinator.core.outputs import Outputs
+from baton.coordinator.core.parts import Parts
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.requests import (
@@ -28,8 +28,8 @@ from baton.coordinator.state.requests import (
     Submission,
     WorkerKey,
 )
-from baton.coordinator.state.timers import CoreTimer, Timers
-from baton.coordinator.state.workers import Worker, WorkerRegistry
+from baton.coordinator.state.timers import CoreTimer
+from baton.coordinator.state.workers import Worker
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -158,19 +158,15 @@ class Adoption:
     that its welcome does not list, so that no two workers feed one stream.
     """
 
-    def __init__(
-        self,
-        lifecycle: RequestLifecycle,
-        workers: WorkerRegistry,
-        placers: Placers,
-        timers: Timers,
-    ) -> None:
-        self._lifecycle, self._workers, self._placers, self._timers = (
-            lifecycle,
-            workers,
-            placers,
-            timers,
+    def __init__(self, parts: Parts, attempts: Attempts, outputs: Outputs) -> None:
+        self._clock = parts.clock
+        self._requests, self._workers, self._placers = parts.requests, parts.workers, parts.placers
+        self._timers, self._effects, self._room_freed = (
+            parts.timers,
+            parts.effects,
+            parts.room_freed,
         )
+        self._attempts, self._outputs = attempts, outputs
         self._orphans: dict[RequestKey, _Orphan] = {}
         # Latest cancelled attempt by request. A worker that lost its stream before the welcome
         # reports the attempt again in its next Hello, and reads the cancel after that welcome.
@@ -188,7 +184,6 @@ class Adoption:
         self,
         worker: Worker,
         running: Sequence[cluster_pb2.RunningRequest],
-        now: float,
         *,
         returns: bool,
     ) -> list[cluster_pb2.AdoptedRequest]:
@@ -197,7 +192,6 @@ class Adoption:
         Args:
             worker: The attached worker.
             running: Attempts in its Hello.
-            now: Time by the core's clock.
             returns: Whether the worker served another coordinator before.
 
         Returns:
@@ -206,7 +200,9 @@ class Adoption:
         if self._phase is _Phase.NO_WORKER or (returns and not self._has_returned):
             # A new worker may attach before the first worker of the earlier coordinator.
             self._phase = _Phase.RETURNING if returns else _Phase.LATE
-            self._timers.set(CoreTimer.ADOPTION, now + (_RETURN_S if returns else _LATE_S))
+            self._timers.set(
+                CoreTimer.ADOPTION, self._clock.now + (_RETURN_S if returns else _LATE_S)
+            )
         self._has_returned |= returns
         if not returns:
             return []
@@ -215,7 +211,7 @@ class Adoption:
             for one in running
             if one.role == common_pb2.ROLE_DECODE
             and one.decoding
-            and self._keep(RequestKey(one.request_id), _Orphan.of(worker, one), now)
+            and self._keep(RequestKey(one.request_id), _Orphan.of(worker, one))
         ]
 
     def apply_step(self, worker: WorkerKey, step: cluster_pb2.StepOutputs) -> None:
@@ -233,7 +229,7 @@ class Adoption:
             orphan.take(output)
             if orphan.finished is not None:
                 self._placers.release_held(key, orphan.fleet, orphan.worker)
-                self._lifecycle.room_freed()
+                self._room_freed()
             else:
                 self._placers.grow_held(key, orphan.fleet, orphan.worker, orphan.num_kv_tokens)
 
@@ -248,13 +244,13 @@ class Adoption:
         """Returns whether a worker runs a request of this key, or may still come back with it."""
         return self._phase is not _Phase.SETTLED or key in self._orphans
 
-    def admitted(self, request: Request, now: float) -> None:
+    def admitted(self, request: Request) -> None:
         """Gives a newly queued request to the worker that already runs it, if there is one."""
         # Workers may still report earlier attempts.
         cancelled = self._cancelled.get(request.key, 0)
         request.attempts_before = max(request.attempts_before, cancelled)
         orphan = self._pop(request.key)
-        if orphan is not None and not self._join(request, orphan, now):
+        if orphan is not None and not self._join(request, orphan):
             self._cancel(request.key, orphan)
 
     def may_return(self, request: Request) -> bool:
@@ -262,14 +258,14 @@ class Adoption:
         returning = self._phase is _Phase.RETURNING
         return returning and request.attempt == 0 and len(request.token_ids) > 0
 
-    def advance(self, now: float) -> None:
+    def advance(self) -> None:
         """CoreTimer.ADOPTION is due: fewer resumed requests wait for a worker from now on."""
         if self._phase is _Phase.RETURNING:
             self._phase = _Phase.LATE
-            self._timers.set(CoreTimer.ADOPTION, now + _LATE_S - _RETURN_S)
+            self._timers.set(CoreTimer.ADOPTION, self._clock.now + _LATE_S - _RETURN_S)
         else:
             self._phase = _Phase.SETTLED
-        self._lifecycle.room_freed()
+        self._room_freed()
 
     def expire(self, key: RequestKey) -> None:
         """Cancels an orphan whose client has not come back in time."""
@@ -279,28 +275,28 @@ class Adoption:
 
     # ---- Private methods
 
-    def _keep(self, key: RequestKey, orphan: _Orphan, now: float) -> bool:
+    def _keep(self, key: RequestKey, orphan: _Orphan) -> bool:
         """Decides whether a worker continues an attempt; if so, keeps it as orphan or adopts it."""
-        request = self._lifecycle.requests.get(key)
+        request = self._requests.get(key)
         if request is not None and self._may_take_back(request, orphan):
-            return self._join(request, orphan, now)
+            return self._join(request, orphan)
         if request is not None:
             # The worker got no welcome after its last Hello and sends the same Hello again.
             served = (request.decode, request.attempt_number) == (orphan.worker, orphan.attempt)
-            return served and self._deliver(request, orphan, now)
+            return served and self._deliver(request, orphan)
         other = self._orphans.get(key)
         newer = other is not None and other.attempt > orphan.attempt
         is_cancelled = orphan.attempt <= self._cancelled.get(key, 0)
         if other is not None and (other.worker, other.attempt) == (orphan.worker, orphan.attempt):
             # The cancelled attempt of this number belongs to another worker.
             is_cancelled = False
-        if newer or is_cancelled or self._lifecycle.requests.ended(key) is not None:
+        if newer or is_cancelled or self._requests.ended(key) is not None:
             return False
         if other is not None and other.worker != orphan.worker:
             self._cancel(key, other)
         self._pop(key)
         self._orphans[key] = orphan
-        self._timers.set(key, now + _UNCLAIMED_S)
+        self._timers.set(key, self._clock.now + _UNCLAIMED_S)
         worker = self._workers.get(orphan.worker)
         if worker is not None and orphan.finished is None:
             self._placers.hold(key, worker, orphan.num_kv_tokens)
@@ -324,7 +320,7 @@ class Adoption:
             and orphan.worker not in (request.prefill, request.decode, *request.avoid)
         )
 
-    def _join(self, request: Request, orphan: _Orphan, now: float) -> bool:
+    def _join(self, request: Request, orphan: _Orphan) -> bool:
         """Gives a request to the worker that runs it; returns whether that was possible."""
         worker = self._workers.get(orphan.worker)
         # The request may have come before the first worker of the fleet.
@@ -334,20 +330,20 @@ class Adoption:
             if not request.attempt:
                 request.attempts_before = max(request.attempts_before, orphan.attempt)
             return False
-        self._lifecycle.adopt(request, worker, orphan.attempt, now)
-        return self._deliver(request, orphan, now)
+        self._attempts.adopt(request, worker, orphan.attempt)
+        return self._deliver(request, orphan)
 
-    def _deliver(self, request: Request, orphan: _Orphan, now: float) -> bool:
+    def _deliver(self, request: Request, orphan: _Orphan) -> bool:
         """Sends the tokens that the client lacks; returns whether the worker continues."""
         rest = orphan.rest(request.submission, request.token_ids, request.text_chars)
         if rest is None:
             error = errors.Internal(f"worker {orphan.worker[0]} came back with another output")
-            self._lifecycle.recover(request, orphan.worker, error, now)
+            self._attempts.recover(request, orphan.worker, error)
             return False
         output = cluster_pb2.RequestOutput(
             request_id=request.key, attempt=orphan.attempt, delta=rest, finished=orphan.finished
         )
-        apply_step(self._lifecycle, orphan.worker, cluster_pb2.StepOutputs(outputs=[output]), now)
+        self._outputs.apply_step(orphan.worker, cluster_pb2.StepOutputs(outputs=[output]))
         return request.state is RequestState.DECODING
 
     def _pop(self, key: RequestKey) -> _Orphan | None:
@@ -355,7 +351,7 @@ class Adoption:
         orphan = self._orphans.pop(key, None)
         if orphan is not None:
             self._placers.release_held(key, orphan.fleet, orphan.worker)
-            self._lifecycle.room_freed()
+            self._room_freed()
         return orphan
 
     def _forget(self, key: RequestKey) -> None:
@@ -367,4 +363,4 @@ class Adoption:
         if len(self._cancelled) > _MAX_CANCELLED:
             self._cancelled.popitem(last=False)
         command = cluster_pb2.CancelCommand(request_id=key, attempt=orphan.attempt)
-        self._lifecycle.effects.add(ev.SendCommand(orphan.worker, command))
+        self._effects.add(ev.SendCommand(orphan.worker, command))

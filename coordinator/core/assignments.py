@@ -5,21 +5,27 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
+from baton.coordinator.core.fetches import Fetches
+from baton.coordinator.core.parts import Parts
 from baton.coordinator.routing.choices import Placement
-from baton.coordinator.routing.placers import Placers
 from baton.coordinator.state.requests import Request, RequestKey, RequestState, WorkerKey
-from baton.coordinator.state.workers import Worker, WorkerRegistry
+from baton.coordinator.state.workers import Worker
 
 
 class Assignments:
     """Counts each dispatched request on its workers until the request leaves them.
 
     The ledgers count tokens and unanswered requests; the placer counts predicted work and KV room.
-    Methods that may free room return whether they did, so that another request can be dispatched.
+
+    Args:
+        parts: The shared parts of the core.
+        fetches: Prefixes that workers send to the prefill workers of requests.
     """
 
-    def __init__(self, workers: WorkerRegistry, placers: Placers) -> None:
-        self._workers, self._placers = workers, placers
+    def __init__(self, parts: Parts, fetches: Fetches) -> None:
+        self._workers, self._placers, self._requests = parts.workers, parts.placers, parts.requests
+        self._session_blocks, self._room_freed = parts.session_blocks, parts.room_freed
+        self._fetches = fetches
 
     def assign(
         self, request: Request, placement: Placement, num_tokens: int, *, can_be_parked: bool
@@ -36,6 +42,14 @@ class Assignments:
         for key in (request.prefill, request.decode):
             if (worker := self._workers.get(key)) is not None:
                 worker.ledger.assign(request.key, num_tokens)
+        self.add_session_blocks(request)
+
+    def add_session_blocks(self, request: Request) -> None:
+        """Adds a request's KV blocks to those of its session, when it begins and when it ends."""
+        submission = request.submission
+        if (session := submission.session) is not None:
+            hashes = self._placers.of(request.fleet).prompts.hashes_with_output(request)
+            self._session_blocks.add(session, hashes)
 
     def adopt(self, request: Request, worker: Worker) -> None:
         """Counts an attempt that a worker runs for an earlier coordinator."""
@@ -50,38 +64,41 @@ class Assignments:
         if request.suspect:
             self._placers.refresh(worker)
 
-    def answered(self, request: Request, key: WorkerKey) -> bool:
-        """Records a worker's report of an attempt; returns whether it takes requests again."""
+    def answered(self, request: Request, key: WorkerKey) -> None:
+        """Records that a worker has answered an attempt's command with its first report."""
         worker = self._workers.get(key)
         if worker is None:
-            return False
+            return
         was_exclusive = worker.ledger.exclusive is not None
         worker.ledger.answer(request.key)
         if was_exclusive:
+            # The worker takes other requests again.
             self._placers.refresh(worker)
-        return was_exclusive
+            self._room_freed()
 
     def begin_handoff(self, request: Request, worker: Worker) -> None:
         """Records that the prefill worker of an attempt sends its KV cache."""
         worker.ledger.begin_handoff(request.key)
 
-    def prefill_done(self, request: Request) -> bool:
-        """Records that the prompt is computed; returns whether the prefill worker has room now."""
+    def prefill_done(self, request: Request) -> None:
+        """Records that the prompt is computed, so that the prefill worker has room again."""
         self._placers.of(request.fleet).computed(request)
-        return self._release(request.prefill, request)
+        self._release(request.prefill, request)
 
-    def handed_over(self, request: Request) -> None:
+    def end_handoff(self, request: Request) -> None:
         """Records that the prefill worker need not send the handoff any longer."""
         worker = self._workers.get(request.prefill)
         if worker is not None:
             worker.ledger.end_handoff(request.key)
 
-    def release(self, request: Request) -> bool:
-        """Releases a request from all its workers; returns whether a worker has room now."""
-        self.handed_over(request)
+    def release(self, request: Request) -> None:
+        """Ends an attempt: releases its workers, its fetch and its handle."""
+        self._fetches.end(request)
+        self._requests.end_attempt(request)
+        self.end_handoff(request)
         self._placers.of(request.fleet).released(request)
-        by_prefill = self._release(request.prefill, request)
-        return self._release(request.decode, request) or by_prefill
+        self._release(request.prefill, request)
+        self._release(request.decode, request)
 
     def check_integrity(self, requests: Mapping[RequestKey, Request]) -> None:
         """Raises AssertionError when a ledger differs from the requests.
@@ -102,13 +119,13 @@ class Assignments:
                 entry = self._placers.of(request.fleet).view.loads.get(request.decode)
                 assert entry is None or not entry.has_prompt(request.key)
 
-    def _release(self, key: WorkerKey | None, request: Request) -> bool:
+    def _release(self, key: WorkerKey | None, request: Request) -> None:
         worker = self._workers.get(key)
         if worker is None:
-            return False
+            return
         was_exclusive = worker.ledger.exclusive is not None
-        is_released = worker.ledger.release(request.key)
+        if worker.ledger.release(request.key):
+            self._room_freed()
         if was_exclusive:
             # A worker runs a suspect request alone. Without that request it takes others again.
             self._placers.refresh(worker)
-        return is_released

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.core_clock import CoreClock
 from baton.coordinator.state.requests import Request, WorkerKey
 from baton.coordinator.state.workers import WorkerRegistry
 from baton.runtime.durations import duration
@@ -61,15 +62,19 @@ class Commands:
     """
 
     def __init__(
-        self, config: CoreConfig, workers: WorkerRegistry, emit: Callable[[ev.Effect], None]
+        self,
+        config: CoreConfig,
+        workers: WorkerRegistry,
+        clock: CoreClock,
+        emit: Callable[[ev.Effect], None],
     ) -> None:
-        self._workers, self._emit = workers, emit
+        self._workers, self._clock, self._emit = workers, clock, emit
         self._commit_timeout = duration(config.handoff_timeout_s)
 
-    def prefill(self, request: Request, worker: WorkerKey, now: float) -> None:
+    def prefill(self, request: Request, worker: WorkerKey) -> None:
         """Tells the prefill worker to compute the prompt, and the first token if it is unknown."""
         command = cluster_pb2.PrefillCommand()
-        self._specify(command.spec, request, now)
+        self._specify(command.spec, request)
         _add_chat(command.spec, request)
         if request.num_known:
             command.spec.sampling.CopyFrom(_only_prompt(request.submission.sampling))
@@ -80,11 +85,11 @@ class Commands:
             command.fetch.CopyFrom(request.fetch)
         self._send(worker, command)
 
-    def decode(self, request: Request, now: float) -> None:
+    def decode(self, request: Request) -> None:
         """Tells the decode worker to continue after the known tokens."""
         assert request.decode is not None
         command = cluster_pb2.DecodeCommand()
-        self._specify(command.spec, request, now)
+        self._specify(command.spec, request)
         self._add_known(command.spec, request)
         if request.handoff_id:
             command.handoff.CopyFrom(self._handoff_plan(request))
@@ -168,8 +173,8 @@ class Commands:
         self,
         spec: cluster_pb2.RequestSpec,
         request: Request,
-        now: float,
     ) -> None:
+        now = self._clock.now
         if request.spec is None:
             request.spec = _spec(request)
             # protobuf reads a list faster than an array.

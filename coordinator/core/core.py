@@ -1,8 +1,8 @@
 """The coordinator's synchronous core: it takes events and returns effects.
 
-It does no I/O, awaits nothing and reads no clock: each event comes with its time, and the core
-tells its shell when it must be called next. `coordinator/server/shell.py` runs the core on asyncio;
-`simulator/` runs it under a virtual clock.
+It does no I/O, awaits nothing and reads no real clock: each event comes with its time, which the
+parts of the core read from one CoreClock. The core tells its shell when it must be called next.
+`coordinator/server/shell.py` runs the core on asyncio; `simulator/` runs it under a virtual clock.
 """
 
 from __future__ import annotations
@@ -11,33 +11,36 @@ import os
 from collections.abc import Callable
 
 from baton.coordinator.core.adoption import Adoption
+from baton.coordinator.core.assignments import Assignments
+from baton.coordinator.core.attempts import Attempts
 from baton.coordinator.core.dispatch import Dispatcher
-from baton.coordinator.core.effects import Effects
+from baton.coordinator.core.fetches import Fetches
 from baton.coordinator.core.handoff_reports import HandoffReports
 from baton.coordinator.core.membership import Membership
-from baton.coordinator.core.outputs import apply_step
+from baton.coordinator.core.outputs import Outputs
+from baton.coordinator.core.parts import Parts
 from baton.coordinator.core.recovery_timeout import RecoveryTimeout
-from baton.coordinator.core.request_lifecycle import RequestLifecycle
+from baton.coordinator.core.request_ends import RequestEnds
+from baton.coordinator.core.request_fleets import RequestFleets
+from baton.coordinator.core.request_states import RequestStates
 from baton.coordinator.core.rollout_control import RolloutControl
 from baton.coordinator.core.step_control import StepControl
+from baton.coordinator.core.submissions import Submissions
+from baton.coordinator.core.token_charges import TokenCharges
+from baton.coordinator.core.token_gaps import TokenGaps
 from baton.coordinator.rollouts.retiring import gone_error
 from baton.coordinator.rollouts.rollout import Rollouts
-from baton.coordinator.rollouts.traffic import Traffic
-from baton.coordinator.routing.loads.latency import LatencyRegistry
-from baton.coordinator.routing.placers import Placers
 from baton.coordinator.scaling.autoscale.observer import Observer
 from baton.coordinator.scaling.autoscale.policy import Policy
 from baton.coordinator.scaling.scaling import Scaler
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
-from baton.coordinator.state.fleets import Fleets
-from baton.coordinator.state.latency_targets import LatencyTargets
 from baton.coordinator.state.pools import POOL_OF
 from baton.coordinator.state.requests import EndedRequest, Request, RequestKey
 from baton.coordinator.state.session_blocks import TakenSession
 from baton.coordinator.state.slow_steps import Stall
-from baton.coordinator.state.timers import CoreTimer, Timers
-from baton.coordinator.state.workers import Worker, WorkerRegistry
+from baton.coordinator.state.timers import CoreTimer
+from baton.coordinator.state.workers import Worker
 from baton.coordinator.telemetry.stats import CoreStats
 from baton.runtime import errors
 from baton.runtime.step_messages import to_message
@@ -51,7 +54,7 @@ class Core:
 
     Args:
         config: Limits and times.
-        random_bytes: Makes handoff ids; injected so that a simulation is reproducible.
+        random_bytes: See Parts.random_bytes.
         policy: Sizes the pools; None: the autoscaler.
 
     Attributes:
@@ -71,76 +74,63 @@ class Core:
         policy: Policy | None = None,
     ) -> None:
         self._config = config
-        self._timers, self._effects = Timers(), Effects()
         # Whether a waiting request may find a worker, so that a round of dispatching is due.
         self._may_dispatch = False
-        self.targets = LatencyTargets(config.targets)
-        self.fleets = Fleets(config.revision, elastic=config.elastic)
-        self.workers = WorkerRegistry(config.model_name, self.fleets)
-        self.latency = LatencyRegistry(config.latency)
-        self.placers = Placers(config, self.workers, self.latency)
-        self._steps = StepControl(
-            config, self.targets, self.workers, self.placers, self._effects.add
+        self._parts = parts = Parts.of(config, random_bytes, self._room_freed)
+        self.targets, self.fleets, self.workers = parts.targets, parts.fleets, parts.workers
+        self.latency, self.placers = parts.latency, parts.placers
+        self._clock = parts.clock
+        self._timers, self._effects, self._requests = parts.timers, parts.effects, parts.requests
+        self._steps = StepControl(parts)
+        states, charges = RequestStates(parts), TokenCharges(parts)
+        self._request_fleets, self._gaps = RequestFleets(parts), TokenGaps(parts)
+        self._fetches = Fetches(parts)
+        self._assignments = Assignments(parts, self._fetches)
+        self._ends = RequestEnds(parts, states, self._assignments, charges, self._gaps)
+        self._submissions = Submissions(parts, states, self._ends)
+        self._attempts = attempts = Attempts(
+            parts, states, self._request_fleets, self._fetches, self._assignments, self._ends
         )
-        traffic = Traffic(self.fleets)
-        self._lifecycle = RequestLifecycle(
-            config,
-            self.targets,
-            self.workers,
-            self.placers,
-            traffic,
-            self._timers,
-            self._effects,
-            random_bytes,
-            self._room_freed,
-        )
-        self._adoption = Adoption(self._lifecycle, self.workers, self.placers, self._timers)
-        self._handoffs = HandoffReports(self._lifecycle)
+        self._outputs = Outputs(parts, attempts, self._assignments, self._ends, charges, self._gaps)
+        self._adoption = Adoption(parts, attempts, self._outputs)
+        self._handoffs = HandoffReports(parts, attempts, self._assignments, self._fetches)
         self.scaler = Scaler(
             config.scaling,
             self.targets,
             self.workers,
             self.observer(),
             self.stats,
+            self._clock,
             self._timers,
             self._effects.add,
             policy,
         )
-        self._recovery_timeout = RecoveryTimeout(config, self.scaler)
+        self._recovery_timeout = RecoveryTimeout(parts, self.scaler)
         self._members = members = Membership(
-            config,
-            self._lifecycle,
-            self.workers,
-            self.placers,
-            self.latency,
+            parts,
+            attempts,
+            self._ends,
+            self._request_fleets,
+            self._fetches,
             self._adoption,
             self.scaler,
-            self._timers,
-            self._effects.add,
         )
         self.rollouts = Rollouts(
-            traffic,
-            self._lifecycle.requests,
+            parts.traffic,
+            self._requests,
             self.workers,
             self.scaler,
             self.stats,
+            self._clock,
             self._timers,
             members.drain,
             self._effects.add,
             config.max_request_s,
         )
         self._rollout_control = control = RolloutControl(
-            self.rollouts, self._lifecycle, self.workers
+            parts, self.rollouts, attempts, self._ends, self._request_fleets
         )
-        self._dispatcher = Dispatcher(
-            config,
-            self._lifecycle,
-            self.workers,
-            self.placers,
-            self._adoption,
-            self.rollouts,
-            self._timers,
-        )
+        self._dispatcher = Dispatcher(parts, attempts, self._ends, self._adoption, self.rollouts)
         self._handlers: dict[type, Callable[..., None]] = {
             ev.Submitted: self._submitted,
             ev.StreamCancelled: self._stream_cancelled,
@@ -162,10 +152,8 @@ class Core:
             ev.LauncherReady: self._launcher_ready,
             ev.WorkerExited: members.exited,
             ev.WorkerWaits: self.scaler.waits,
-            ev.ScaleRequested: lambda event, now: self.scaler.scale(
-                event.pool, event.num_workers, now
-            ),
-            ev.AutoscaleRequested: lambda event, now: self.scaler.set_autoscale(event.enabled, now),
+            ev.ScaleRequested: lambda event: self.scaler.scale(event.pool, event.num_workers),
+            ev.AutoscaleRequested: lambda event: self.scaler.set_autoscale(event.enabled),
             ev.TargetsRequested: self._targets_requested,
             ev.RolloutRequested: control.start,
             ev.ShareRequested: control.set_share,
@@ -176,7 +164,7 @@ class Core:
             ev.Tick: self._tick,
         }
         # Handlers of the core's own timers. Each request and each worker has a timer besides.
-        self._timed: dict[CoreTimer, Callable[[float], None]] = {
+        self._timed: dict[CoreTimer, Callable[[], None]] = {
             CoreTimer.ADOPTION: self._adoption.advance,
             CoreTimer.SCALING: members.scale,
             CoreTimer.ROLLOUT: control.advance,
@@ -193,14 +181,14 @@ class Core:
         Returns:
             The effects that the shell must carry out, in order.
         """
-        self.placers.at(now)
-        self._lifecycle.lanes.now = now
-        self._members.after_pause(now)
-        self._handlers[type(event)](event, now)
-        self._rollout_control.after_event(now)
-        self._steps.after_event(now)
+        self._clock.now = now
+        self._placers.tidy()
+        self._members.after_pause()
+        self._handlers[type(event)](event)
+        self._rollout_control.after_event()
+        self._steps.after_event()
         if self._may_dispatch:
-            self._may_dispatch = self._dispatcher.dispatch(now)
+            self._may_dispatch = self._dispatcher.dispatch()
         self._members.advance()
         if len(self.fleets) > 1:
             self._forget_unused_fleets()
@@ -216,7 +204,7 @@ class Core:
             if not self.rollouts.involves(fleet):
                 self.fleets.forget(fleet)
                 self.placers.forget(fleet)
-                self._lifecycle.forget(fleet)
+                self._request_fleets.forget(fleet)
                 self.scaler.launches.forget(fleet)
 
     # ---- State that the shell may read
@@ -228,32 +216,32 @@ class Core:
     @property
     def stats(self) -> CoreStats:
         """The counters."""
-        return self._lifecycle.stats
+        return self._parts.stats
 
     def take_session(self, session_id: str, tenant: str) -> TakenSession:
         """Forgets the workers and the KV blocks of a session; see SessionBlocks.take."""
-        taken = self._lifecycle.session_blocks.take(session_id, tenant)
+        taken = self._parts.session_blocks.take(session_id, tenant)
         self.placers.forget_session(taken.key)
         return taken
 
     def put_session_back(self, taken: TakenSession) -> None:
         """Remembers KV blocks of a session that may not all be deleted."""
-        self._lifecycle.session_blocks.put_back(taken)
+        self._parts.session_blocks.put_back(taken)
 
     @property
     def num_requests(self) -> int:
         """Number of requests that have not ended."""
-        return len(self._lifecycle.requests)
+        return len(self._requests)
 
     def serves(self, session: int) -> bool:
         """Whether a session has a request that has not ended."""
-        return bool(self._lifecycle.requests.of_session(session, 1))
+        return bool(self._requests.of_session(session, 1))
 
     @property
     def can_serve(self) -> bool:
         """Whether requests are admitted, and a worker serves or will start for each role's work."""
         stable = self.fleets.stable.workers
-        return self._lifecycle.admission.closing is None and all(
+        return self._parts.admission.closing is None and all(
             stable.able(role).num_serving
             or any(self.scaler.starts_on_request(POOL_OF[one]) for one in stable.roles_doing(role))
             for role in POOL_OF
@@ -269,11 +257,11 @@ class Core:
         self, lane: common_pb2.Lane.ValueType, tenant: str
     ) -> errors.BatonError | None:
         """Returns why no request of this tenant would be admitted to this lane now, or None."""
-        return self._lifecycle.admission.error(lane, tenant)
+        return self._parts.admission.error(lane, tenant)
 
     def wait_correction(self, lane: common_pb2.Lane.ValueType) -> float:
         """Returns the correction factor for predicted waits in a lane, 1 to 4."""
-        return self._lifecycle.admission.wait_correction(lane)
+        return self._parts.admission.wait_correction(lane)
 
     def request(self, request_id: str, tenant: str = "") -> Request | EndedRequest | None:
         """Returns a running or recently ended request, or None.
@@ -285,40 +273,40 @@ class Core:
         Raises:
             InvalidArgument: `tenant` is empty and several tenants have a request of this id.
         """
-        return self._lifecycle.requests.find(request_id, tenant)
+        return self._requests.find(request_id, tenant)
 
     def running_request(self, request_id: str, tenant: str = "") -> Request | None:
         """Like `request`, among requests that have not ended."""
-        return self._lifecycle.requests.find_running(request_id, tenant)
+        return self._requests.find_running(request_id, tenant)
 
     def stalls(self, request: Request) -> tuple[Stall, ...]:
         """Returns the longest gaps over its target of a running request, up to now."""
-        return self._lifecycle.stalls(request)
+        return self._gaps.stalls(request)
 
     def running(self) -> list[Request]:
         """Returns the requests that have not ended."""
-        return self._lifecycle.requests.all()
+        return self._requests.all()
 
     def recently_ended(self) -> list[EndedRequest]:
         """Returns the requests that ended last, newest first."""
-        return self._lifecycle.requests.recently_ended()
+        return self._requests.recently_ended()
 
     def num_queued(self, lane: common_pb2.Lane.ValueType) -> int:
         """Returns the number of requests that wait in a lane."""
-        return self._lifecycle.lanes.num_queued(lane)
+        return self._parts.lanes.num_queued(lane)
 
     def num_running(self, lane: common_pb2.Lane.ValueType) -> int:
         """Returns the number of requests of a lane that workers have."""
-        lanes = self._lifecycle.lanes
+        lanes = self._parts.lanes
         return lanes.num_open(lane) - lanes.num_queued(lane)
 
     def oldest_queued(self, lane: common_pb2.Lane.ValueType) -> Request | None:
         """Returns the request that has waited longest in a lane since it ran last, or None."""
-        return self._lifecycle.lanes.oldest(lane)
+        return self._parts.lanes.oldest(lane)
 
     def queued_without_token(self, lane: common_pb2.Lane.ValueType) -> list[Request]:
         """Returns the requests of a lane that wait and have no token yet."""
-        return self._lifecycle.lanes.without_token(lane)
+        return self._parts.lanes.without_token(lane)
 
     def step_targets(self) -> cluster_pb2.StepTargets:
         """Returns the targets of the workers' steps."""
@@ -331,7 +319,7 @@ class Core:
 
     def gap_target_s(self, lane: common_pb2.Lane.ValueType) -> float | None:
         """Target of a single gap between a lane's tokens; None: the lane has no ITL target."""
-        return self._lifecycle.gap_target_s(lane)
+        return self._gaps.target_s(lane)
 
     @property
     def gap_reason(self) -> str:
@@ -343,7 +331,7 @@ class Core:
         return Observer(
             self.workers,
             self.placers,
-            self._lifecycle.lanes,
+            self._parts.lanes,
             self.stats,
             self.latency,
             self._config.latency,
@@ -351,20 +339,25 @@ class Core:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a resource has no owner or two owners."""
-        self._lifecycle.check_integrity()
+        requests = {request.key: request for request in self._requests.all()}
+        self._attempts.check_integrity()
+        self._parts.lanes.check_integrity()
+        self._parts.session_blocks.check_integrity()
+        self._assignments.check_integrity(requests)
+        self._fetches.check_integrity(iter(requests.values()))
         self.workers.check_integrity()
         self.fleets.check_integrity(self.workers, self.running())
         assert all(self.rollouts.involves(fleet) for fleet in self.fleets.unused())
         self.placers.check_integrity()
         self.scaler.launches.check_integrity()
-        num_timers = len(self._lifecycle.requests) + len(self.workers) + self._adoption.num_timers
+        num_timers = len(self._requests) + len(self.workers) + self._adoption.num_timers
         num_timers += self.scaler.num_timers + self.rollouts.num_timers
         num_timers += self._dispatcher.num_timers
         assert len(self._timers) == num_timers
 
     # ---- Clients
 
-    def _submitted(self, event: ev.Submitted, now: float) -> None:
+    def _submitted(self, event: ev.Submitted) -> None:
         submission = event.submission
         resumes = len(submission.known_token_ids) > 0
         may_still_run = resumes and self._adoption.may_find(submission.key)
@@ -373,106 +366,106 @@ class Core:
             if self.rollouts.is_gone(fleet):
                 self._effects.failed(submission, gone_error(fleet))
                 return
-        request = self._lifecycle.admit(submission, now, may_still_run=may_still_run)
+        request = self._submissions.admit(submission, may_still_run=may_still_run)
         if request is not None:
-            self._adoption.admitted(request, now)
-            self.scaler.arrived(now)
+            self._adoption.admitted(request)
+            self.scaler.arrived()
 
-    def _stream_cancelled(self, event: ev.StreamCancelled, now: float) -> None:
-        request = self._lifecycle.requests.by_stream(event.to)
+    def _stream_cancelled(self, event: ev.StreamCancelled) -> None:
+        request = self._requests.by_stream(event.to)
         if request is not None:
-            self._lifecycle.cancel(request, now)
+            self._ends.cancel(request)
 
-    def _request_cancelled(self, event: ev.RequestCancelled, now: float) -> None:
-        request = self._lifecycle.requests.get(event.key)
+    def _request_cancelled(self, event: ev.RequestCancelled) -> None:
+        request = self._requests.get(event.key)
         if request is not None:
-            self._lifecycle.cancel(request, now)
+            self._ends.cancel(request)
 
-    def _request_failed(self, event: ev.RequestFailed, now: float) -> None:
-        request = self._lifecycle.requests.get(event.key)
+    def _request_failed(self, event: ev.RequestFailed) -> None:
+        request = self._requests.get(event.key)
         if request is not None:
-            self._lifecycle.fail(request, event.error, now)
+            self._ends.fail(request, event.error)
 
-    def _stream_failed(self, event: ev.StreamFailed, now: float) -> None:
-        request = self._lifecycle.requests.by_stream(event.to)
+    def _stream_failed(self, event: ev.StreamFailed) -> None:
+        request = self._requests.by_stream(event.to)
         if request is not None:
-            self._lifecycle.fail(request, event.error, now)
+            self._ends.fail(request, event.error)
 
-    def _session_lost(self, event: ev.SessionLost, now: float) -> None:
-        for request in self._lifecycle.requests.of_session(event.session, event.most):
-            self._lifecycle.session_lost(request, now)
+    def _session_lost(self, event: ev.SessionLost) -> None:
+        for request in self._requests.of_session(event.session, event.most):
+            self._ends.session_lost(request)
 
-    def _admission_closed(self, event: ev.AdmissionClosed, now: float) -> None:
+    def _admission_closed(self, event: ev.AdmissionClosed) -> None:
         self.scaler.stop()
-        self._lifecycle.admission.closing = errors.Unavailable("the coordinator is stopping")
+        self._parts.admission.closing = errors.Unavailable("the coordinator is stopping")
         if event.restarts:
             what = "the coordinator is restarting: submit again"
-            self._lifecycle.admission.closing = errors.Unavailable(what, reason=errors.RESTARTING)
+            self._parts.admission.closing = errors.Unavailable(what, reason=errors.RESTARTING)
 
-    def _shut_down_now(self, event: ev.ShutdownNow, now: float) -> None:
+    def _shut_down_now(self, event: ev.ShutdownNow) -> None:
         self.scaler.stop()
-        self._lifecycle.admission.closing = errors.Unavailable(event.reason)
-        for request in self._lifecycle.requests.all():
-            self._lifecycle.fail(request, errors.Unavailable(event.reason), now)
+        self._parts.admission.closing = errors.Unavailable(event.reason)
+        for request in self._requests.all():
+            self._ends.fail(request, errors.Unavailable(event.reason))
 
     # ---- Workers
 
-    def _worker_attached(self, event: ev.WorkerAttached, now: float) -> None:
-        worker = self._members.attached(event, now)
+    def _worker_attached(self, event: ev.WorkerAttached) -> None:
+        worker = self._members.attached(event)
         if worker is not None:
-            self._rollout_control.attached(worker, now, returns=event.returns)
+            self._rollout_control.attached(worker, returns=event.returns)
 
-    def _flip_requested(self, event: ev.FlipRequested, now: float) -> None:
+    def _flip_requested(self, event: ev.FlipRequested) -> None:
         worker = self.workers.by_id(event.worker_id)
         if worker is not None and self.flip_error(worker, event.role) is None:
-            self._members.flip(worker, event.role, now)
+            self._members.flip(worker, event.role)
 
-    def _worker_step(self, event: ev.WorkerStep, now: float) -> None:
-        worker = self._members.hear(event.worker, now)
+    def _worker_step(self, event: ev.WorkerStep) -> None:
+        worker = self._members.hear(event.worker)
         if worker is not None:
-            # Passed on with the registry's own key object, which apply_step compares by identity.
-            apply_step(self._lifecycle, worker.key, event.step, now)
+            # Passed on with the registry's own key object, which Outputs compares by identity.
+            self._outputs.apply_step(worker.key, event.step)
             self._adoption.apply_step(worker.key, event.step)
 
-    def _worker_handoff(self, event: ev.WorkerHandoff, now: float) -> None:
-        if self._members.hear(event.worker, now) is not None:
-            self._handoffs.take(event.worker, event.report, now)
+    def _worker_handoff(self, event: ev.WorkerHandoff) -> None:
+        if self._members.hear(event.worker) is not None:
+            self._handoffs.take(event.worker, event.report)
 
-    def _worker_cache(self, event: ev.WorkerCache, now: float) -> None:
-        worker = self._members.hear(event.worker, now)
+    def _worker_cache(self, event: ev.WorkerCache) -> None:
+        worker = self._members.hear(event.worker)
         if worker is not None:
             self.placers.apply_cache(worker, event.changes)
 
     # ---- Time and sizes
 
-    def _launcher_ready(self, event: ev.LauncherReady, now: float) -> None:
-        self._rollout_control.launcher_ready(now)
-        self.scaler.begin(event.sizes, now)
+    def _launcher_ready(self, event: ev.LauncherReady) -> None:
+        self._rollout_control.launcher_ready()
+        self.scaler.begin(event.sizes)
 
-    def _targets_requested(self, event: ev.TargetsRequested, now: float) -> None:
+    def _targets_requested(self, event: ev.TargetsRequested) -> None:
         self.targets.change(event.targets)
-        self.scaler.targets_changed(now)
+        self.scaler.targets_changed()
         self._steps.targets_changed()
         self._room_freed()
 
-    def _tick(self, event: ev.Tick, now: float) -> None:
-        while (key := self._timers.pop_due(now)) is not None:
+    def _tick(self, event: ev.Tick) -> None:
+        while (key := self._timers.pop_due(self._clock.now)) is not None:
             if isinstance(key, str):
-                self._request_is_due(key, now)
+                self._request_is_due(key)
             elif isinstance(key, CoreTimer):
-                self._timed[key](now)
+                self._timed[key]()
             else:
-                self._members.check_silence(key, now)
+                self._members.check_silence(key)
 
-    def _request_is_due(self, key: RequestKey, now: float) -> None:
-        request = self._lifecycle.requests.get(key)
+    def _request_is_due(self, key: RequestKey) -> None:
+        request = self._requests.get(key)
         if request is None:
             self._adoption.expire(key)
             return
-        request.waits_until = self._recovery_timeout.waits_until(request, now)
-        self._lifecycle.expire(request, self._dispatcher.queue_error, now)
+        request.waits_until = self._recovery_timeout.waits_until(request)
+        self._ends.expire(request, self._dispatcher.queue_error)
 
-    def _room_is_due(self, now: float) -> None:
+    def _room_is_due(self) -> None:
         self._room_freed()
 
     def _room_freed(self) -> None:

@@ -6,20 +6,20 @@ import math
 from functools import partial
 
 from baton.coordinator.core.adoption import Adoption
-from baton.coordinator.core.request_lifecycle import RequestLifecycle
+from baton.coordinator.core.attempts import Attempts
+from baton.coordinator.core.parts import Parts
+from baton.coordinator.core.request_ends import RequestEnds
 from baton.coordinator.core.reservations import Reservations
 from baton.coordinator.rollouts.retiring import gone_error
 from baton.coordinator.rollouts.rollout import Rollouts
 from baton.coordinator.routing.choices import NoPlacement, Placement
 from baton.coordinator.routing.placement import Placer
-from baton.coordinator.routing.placers import Placers
-from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.lanes import lane_config
 from baton.coordinator.state.pools import ROLE_OF
 from baton.coordinator.state.requests import Request, RequestState
-from baton.coordinator.state.timers import CoreTimer, Timers
-from baton.coordinator.state.workers import Worker, WorkerRegistry
+from baton.coordinator.state.timers import CoreTimer
+from baton.coordinator.state.workers import Worker
 from baton.runtime import errors
 from baton.v1 import common_pb2
 
@@ -35,77 +35,78 @@ class Dispatcher:
 
     def __init__(
         self,
-        config: CoreConfig,
-        lifecycle: RequestLifecycle,
-        workers: WorkerRegistry,
-        placers: Placers,
+        parts: Parts,
+        attempts: Attempts,
+        ends: RequestEnds,
         adoption: Adoption,
         rollouts: Rollouts,
-        timers: Timers,
     ) -> None:
-        self._config, self._lifecycle, self._workers = config, lifecycle, workers
-        self._placers, self._adoption, self._rollouts = placers, adoption, rollouts
-        self._timers = timers
-        self._reservations = Reservations(config, workers, placers)
+        self._clock = parts.clock
+        self._config, self._workers, self._placers = parts.config, parts.workers, parts.placers
+        self._requests, self._lanes, self._stats = parts.requests, parts.lanes, parts.stats
+        self._timers, self._attempts, self._ends = parts.timers, attempts, ends
+        self._adoption, self._rollouts = adoption, rollouts
+        self._reservations = Reservations(parts.config, parts.workers, parts.placers)
 
     @property
     def num_timers(self) -> int:
         """Number of timers that are set: one while room is predicted."""
         return int(CoreTimer.ROOM in self._timers)
 
-    def dispatch(self, now: float) -> bool:
+    def dispatch(self) -> bool:
         """Sends requests in the order of the lanes to workers that have room for them.
 
         Returns:
             Whether another round is due: batch requests were parked, which freed room.
         """
+        now = self._clock.now
         room_at = math.inf
         # The first interrupted request of each fleet that could not be placed.
         interrupted = dict[Fleet, Request]()
-        for request in self._lifecycle.lanes.candidates() if len(self._lifecycle.lanes) else ():
+        for request in self._lanes.candidates() if len(self._lanes) else ():
             if not request.goes_first and request.fleet in interrupted:
                 # Other interrupted requests have been tried. New ones leave it some room.
                 self._reservations.reserve_beside(interrupted.pop(request.fleet))
-            if self._settled(request, now) or self._adoption.may_return(request):
+            if self._settled(request) or self._adoption.may_return(request):
                 continue
             if self._rollouts.is_gone(request.fleet):
                 if request.attempt or not self._adoption.may_find(request.key):
-                    self._lifecycle.fail(request, gone_error(request.fleet), now)
+                    self._ends.fail(request, gone_error(request.fleet))
                 continue
             placer = self._placers.of(request.fleet)
             placement = placer.place(request)
             if placement is NoPlacement.LATE:
                 placer.becomes_late(request)
-                self._lifecycle.lanes.defer(request)
+                self._lanes.defer(request)
                 continue
-            if self._made_room(placer, request, placement, now):
+            if self._made_room(placer, request, placement):
                 placement = placer.place(request)
-            if placement is NoPlacement.FULL and self._made_decode_room(placer, request, now):
+            if placement is NoPlacement.FULL and self._made_decode_room(placer, request):
                 placement = placer.place(request)
             if isinstance(placement, NoPlacement):
                 room_at = min(room_at, placer.room_at(request))
                 if placement is NoPlacement.FULL and self._is_of_stable_pools(request):
-                    self._lifecycle.stats.demand[request.submission.lane].decode_full_at = now
+                    self._stats.demand[request.submission.lane].decode_full_at = now
                 if request.goes_first:
                     interrupted.setdefault(request.fleet, request)
-                elif self._lifecycle.lanes.is_due(request):
+                elif self._lanes.is_due(request):
                     self._reservations.reserve(request)
                 if self._never_fits_beside(placer, request):
-                    self._lifecycle.lanes.skip(request.fleet)
+                    self._lanes.skip(request.fleet)
                 # The request keeps its turn: `candidates` now skips the rest of its queue.
                 continue
             problem = self._resume_error(request, placement)
             if problem is not None:
-                self._lifecycle.fail(request, problem, now)
+                self._ends.fail(request, problem)
             else:
                 request.was_held |= self._has_waited_for_decode(request)
-                self._lifecycle.dispatch(request, placement, now)
+                self._attempts.dispatch(request, placement)
         self._reservations.end_round()
         if room_at < math.inf:
             self._timers.set(CoreTimer.ROOM, max(room_at, now + _LEAST_WAIT_S))
         else:
             self._timers.cancel(CoreTimer.ROOM)
-        return self._park(now)
+        return self._park()
 
     def queue_error(self, request: Request) -> errors.BatonError:
         """Returns why a request has waited for too long."""
@@ -129,7 +130,7 @@ class Dispatcher:
             return errors.Unavailable(f"no {' and no '.join(empty)} worker is attached: {waited}")
         if idle := [name for name, one in there.items() if not one.num_serving]:
             return errors.Unavailable(f"no {' and no '.join(idle)} worker is serving: {waited}")
-        cause = self._lifecycle.lanes.reached_limit(request) or "every worker is busy"
+        cause = self._lanes.reached_limit(request) or "every worker is busy"
         return errors.ResourceExhausted(
             f"{cause}: {waited}", reason="QUEUE_TIMEOUT", retry_after_s=1.0
         )
@@ -141,7 +142,7 @@ class Dispatcher:
 
         More prefill workers would not have helped it.
         """
-        full_at = self._lifecycle.stats.demand[request.submission.lane].decode_full_at
+        full_at = self._stats.demand[request.submission.lane].decode_full_at
         return self._is_of_stable_pools(request) and full_at >= request.submitted_at
 
     def _is_of_stable_pools(self, request: Request) -> bool:
@@ -161,7 +162,7 @@ class Dispatcher:
         if request.goes_first:
             is_first = self._has_batch_prompt(request) and placer.has_room(request)
         else:
-            is_first = self._lifecycle.lanes.is_due(request)
+            is_first = self._lanes.is_due(request)
         # Each time room becomes free, an interactive prompt would take it.
         return is_first and placer.takes_only_interactive(request)
 
@@ -170,19 +171,19 @@ class Dispatcher:
         return request.submission.ordered_in(long_prompt_tokens) == common_pb2.LANE_BATCH
 
     def _made_room(
-        self, placer: Placer, request: Request, placement: Placement | NoPlacement, now: float
+        self, placer: Placer, request: Request, placement: Placement | NoPlacement
     ) -> bool:
         """Parks a batch prompt if that makes room for the request; returns whether it did."""
         if self._has_batch_prompt(request):
             return False
         found = placer.batch_prompts.to_park(placement)
-        batch = self._lifecycle.requests.get(found) if found is not None else None
+        batch = self._requests.get(found) if found is not None else None
         if batch is None or batch.num_parked >= _MAX_PARKED:
             return False
-        self._lifecycle.park(batch, now)
+        self._attempts.park(batch)
         return True
 
-    def _made_decode_room(self, placer: Placer, request: Request, now: float) -> bool:
+    def _made_decode_room(self, placer: Placer, request: Request) -> bool:
         """Parks batch outputs if that makes room for the request; returns whether it did."""
         wanted = placer.room_wanted(request)
         worker = self._workers.get(wanted.worker) if wanted is not None else None
@@ -200,7 +201,7 @@ class Dispatcher:
         if num_tokens < wanted.num_tokens or len(parked) < wanted.num_requests:
             return False
         for batch in parked:
-            self._lifecycle.park(batch, now)
+            self._attempts.park(batch)
         return True
 
     def _parkable(self, worker: Worker) -> list[Request]:
@@ -208,13 +209,13 @@ class Dispatcher:
         return [
             request
             for key in worker.ledger
-            if (request := self._lifecycle.requests.get(key)) is not None
+            if (request := self._requests.get(key)) is not None
             and request.submission.lane == common_pb2.LANE_BATCH
             and request.state is RequestState.DECODING
             and worker.can_resume(request)
         ]
 
-    def _park(self, now: float) -> bool:
+    def _park(self) -> bool:
         """Parks batch outputs on workers whose new interactive outputs would miss their ITL target.
 
         Returns:
@@ -228,7 +229,7 @@ class Dispatcher:
                 batch = self._parkable(worker)
                 if not batch:
                     break
-                self._lifecycle.park(min(batch, key=partial(_parking_cost, worker)), now)
+                self._attempts.park(min(batch, key=partial(_parking_cost, worker)))
                 has_parked = True
         return has_parked
 
@@ -242,25 +243,25 @@ class Dispatcher:
             f"need forced tokens, which worker {decoder.id} does not support"
         )
 
-    def _settled(self, request: Request, now: float) -> bool:
+    def _settled(self, request: Request) -> bool:
         """Ends a request that needs no worker: it is complete, or its prompt is too long."""
         sampling, num_known = request.submission.sampling, len(request.token_ids)
         max_len = request.fleet.workers.max_model_len
         if max_len and request.num_prompt_tokens >= max_len:
             allowed = f"at most {max_len - 1} tokens, one less than the context"
             error = errors.InvalidArgument("prompt", f"{request.num_prompt_tokens} tokens", allowed)
-            self._lifecycle.fail(request, error, now)
+            self._ends.fail(request, error)
             return True
         # The client lost its connection between the last token and Finished.
         if request.submission.known_stop is not None and not request.attempt:
             stop = request.submission.known_stop
-            self._lifecycle.finish(request, common_pb2.FINISH_REASON_STOP, stop, now)
+            self._ends.finish(request, common_pb2.FINISH_REASON_STOP, stop)
             return True
         if num_known and (
             (sampling.HasField("max_tokens") and num_known >= sampling.max_tokens)
             or (max_len and request.num_prompt_tokens + num_known >= max_len)
         ):
-            self._lifecycle.finish(request, common_pb2.FINISH_REASON_LENGTH, "", now)
+            self._ends.finish(request, common_pb2.FINISH_REASON_LENGTH, "")
             return True
         return False
 

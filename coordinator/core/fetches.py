@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.coordinator.core.commands import Commands
+from baton.coordinator.core.parts import Parts
 from baton.coordinator.routing.choices import Fetch, Placement
 from baton.coordinator.routing.fleet_view import FleetView
-from baton.coordinator.routing.placers import Placers
 from baton.coordinator.routing.request_needs import RequestNeeds
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.requests import Request, WorkerKey
@@ -84,22 +83,23 @@ class Fetches:
     the blocks that they share with it sooner.
     """
 
-    def __init__(
-        self, commands: Commands, placers: Placers, random_bytes: Callable[[int], bytes]
-    ) -> None:
-        self._commands, self._placers, self._random_bytes = commands, placers, random_bytes
+    def __init__(self, parts: Parts) -> None:
+        self._clock = parts.clock
+        self._commands, self._placers = parts.commands, parts.placers
+        self._random_bytes = parts.random_bytes
         self._fetches: dict[bytes, _Fetch] = {}
         self._by_prefill: dict[WorkerKey, dict[bytes, _Fetch]] = {}
         # Only the routes: requests and their prompts are too large to be kept for late reports.
         self._ended: OrderedDict[bytes, _Route] = OrderedDict()
 
-    def begin(self, request: Request, placement: Placement, now: float) -> None:
+    def begin(self, request: Request, placement: Placement) -> None:
         """Begins the fetch of a request that is being dispatched, or shares a fetch under way."""
+        now = self._clock.now
         request.fetch = None
         hashes = self._placers.of(request.fleet).prompts.hashes_of(request)
         worker, choice = placement.prefill.worker, placement.prefill.fetch
         if choice is not None:
-            self._begin(request, worker, choice, hashes, now)
+            self._begin(request, worker, choice, hashes)
             return
         if not RequestNeeds.may_fetch(request):
             return
@@ -129,7 +129,6 @@ class Fetches:
         prefill: WorkerKey,
         choice: Fetch,
         hashes: Sequence[int],
-        now: float,
     ) -> None:
         entry = self._placers.of(request.fleet).view.loads.get(prefill)
         assert entry is not None, "the prefill worker was just chosen"
@@ -149,7 +148,7 @@ class Fetches:
             hashes,
             range(choice.skip_tokens // size, choice.num_tokens // size),
             choice.num_sent_tokens * entry.traits.kv_bytes_per_token,
-            now + choice.timeout_s,
+            self._clock.now + choice.timeout_s,
         )
         self._fetches[handoff_id] = fetch
         self._by_prefill.setdefault(prefill, {})[handoff_id] = fetch
@@ -204,18 +203,6 @@ class Fetches:
             self._fail(fetch, handoff_id, from_holder=worker == route.holder)
         return True
 
-    def handed_over(self, request: Request, report: cluster_pb2.HandoffReport) -> None:
-        """Updates the measured network speed with a handoff.
-
-        The time of a handoff is only an upper limit of the network's time, because its bytes also
-        waited for their computation.
-        """
-        if request.prefill is None or request.decode is None:
-            return
-        view, pair = self._placers.of(request.fleet).view, (request.prefill, request.decode)
-        seconds = (report.fill_us + report.exposed_us) / 1e6
-        view.transfers.observe_at_most(pair, report.num_bytes, seconds, near=view.near(*pair))
-
     def lost(self, worker: WorkerKey) -> None:
         """Tells the prefill workers not to wait for a worker that is lost or does not respond."""
         for handoff_id, fetch in self._fetches.items():
@@ -238,7 +225,7 @@ class Fetches:
         fetch.is_sent = True
         self._commands.cancel_prefix(fetch.route.holder, handoff_id)
         view, pair = self._view(fetch.route), fetch.route.pair
-        if view.now >= fetch.ends_at:
+        if self._clock.now >= fetch.ends_at:
             view.transfers.observe_timeout(
                 pair, fetch.num_bytes, fetch.choice.timeout_s, near=view.near(*pair)
             )

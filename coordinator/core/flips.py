@@ -6,16 +6,14 @@ which requests the coordinator sends to a worker, and the role that the worker r
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from baton.coordinator.core.request_lifecycle import RequestLifecycle
-from baton.coordinator.routing.placers import Placers
+from baton.coordinator.core.attempts import Attempts
+from baton.coordinator.core.parts import Parts
 from baton.coordinator.scaling.scaling import Scaler
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.lanes import LANES
 from baton.coordinator.state.pools import POOL_OF
 from baton.coordinator.state.requests import Request, RequestState, WorkerKey
-from baton.coordinator.state.workers import Flipping, Worker, WorkerRegistry
+from baton.coordinator.state.workers import Flipping, Worker
 from baton.runtime.errors import BatonError, FailedPrecondition
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -31,30 +29,18 @@ class Flips:
     back, because requests wait for the role.
 
     Args:
-        lifecycle: The requests.
-        workers: Attached workers.
-        placers: Give flipping workers no new requests.
+        parts: The shared parts of the core.
+        attempts: Moves requests off flipping workers.
         scaler: Sizes of the pools, which an operator's flips change.
-        limit_s: How long a worker may take to finish its requests, in seconds.
-        emit: Takes effects.
     """
 
-    def __init__(
-        self,
-        lifecycle: RequestLifecycle,
-        workers: WorkerRegistry,
-        placers: Placers,
-        scaler: Scaler,
-        limit_s: float,
-        emit: Callable[[ev.Effect], None],
-    ) -> None:
-        self._lifecycle, self._workers, self._placers, self._scaler = (
-            lifecycle,
-            workers,
-            placers,
-            scaler,
-        )
-        self._limit_s, self._emit = limit_s, emit
+    def __init__(self, parts: Parts, attempts: Attempts, scaler: Scaler) -> None:
+        self._clock = parts.clock
+        self._workers, self._placers, self._requests = parts.workers, parts.placers, parts.requests
+        self._lanes, self._effects, self._room_freed = parts.lanes, parts.effects, parts.room_freed
+        self._attempts, self._scaler = attempts, scaler
+        # How long a worker may take to finish its requests, in seconds.
+        self._limit_s = parts.config.scaling.drain_s
         # Flipping workers in the order in which their flips began.
         self._flipping: dict[WorkerKey, None] = {}
 
@@ -76,10 +62,9 @@ class Flips:
             )
         return None
 
-    def begin(
-        self, worker: Worker, role: common_pb2.Role.ValueType, now: float, *, by_hand: bool
-    ) -> None:
+    def begin(self, worker: Worker, role: common_pb2.Role.ValueType, *, by_hand: bool) -> None:
         """Begins a flip: the worker gets no new requests. `error` must have returned None."""
+        now = self._clock.now
         if worker.role == role or worker.flip is not None:
             return
         worker.flip = Flipping(role, since=now, until=now + self._limit_s, by_hand=by_hand)
@@ -87,9 +72,9 @@ class Flips:
             self._scaler.flipped(worker.id, POOL_OF[worker.role], POOL_OF[role])
         self._flipping[worker.key] = None
         self._placers.refresh(worker)
-        self.move_outputs(worker, now)
+        self.move_outputs(worker)
 
-    def move_outputs(self, worker: Worker, now: float) -> None:
+    def move_outputs(self, worker: Worker) -> None:
         """Moves outputs that would end sooner on another worker; after the time limit, all outputs.
 
         Membership calls it for each load report of a flipping worker.
@@ -98,7 +83,7 @@ class Flips:
         if flip is None or flip.told:
             return
         elsewhere = bool(worker.fleet.workers.serving(worker.role))
-        late = now >= flip.until
+        late = self._clock.now >= flip.until
         if late and not elsewhere:
             self._give_up(worker)
             return
@@ -106,20 +91,20 @@ class Flips:
             return
         waiting_s: float | None = None
         for key in worker.ledger:
-            request = self._lifecycle.requests.get(key)
+            request = self._requests.get(key)
             if request is None or not worker.can_resume(request):
                 # Its peers run the same engine, so they cannot continue the request either.
                 continue
             if late:
                 if request.state in (RequestState.DECODING, RequestState.PREFILLING):
-                    self._lifecycle.move(request, now)
+                    self._attempts.move(request)
             elif request.decode == worker.key and request.state is RequestState.DECODING:
                 # Requests without a first token are checked again after it has come.
                 if waiting_s is None:
                     # Slow with many tenants, and the same for all requests of a worker's fleet.
-                    waits = self._lifecycle.lanes.waits
+                    waits = self._lanes.waits
                     waiting_s = sum(waits.work_s(lane, worker.fleet) for lane in LANES)
-                self._move_sooner(request, worker, waiting_s, now)
+                self._move_sooner(request, worker, waiting_s)
 
     def advance(self) -> None:
         """Tells idle flipping workers to change their role."""
@@ -152,16 +137,15 @@ class Flips:
     # ---- Private methods
 
     def _tell(self, worker: Worker, role: common_pb2.Role.ValueType) -> None:
-        self._emit(ev.SendCommand(worker.key, cluster_pb2.SetRoleCommand(role=role)))
+        self._effects.add(ev.SendCommand(worker.key, cluster_pb2.SetRoleCommand(role=role)))
 
-    def _move_sooner(self, request: Request, worker: Worker, waiting_s: float, now: float) -> None:
+    def _move_sooner(self, request: Request, worker: Worker, waiting_s: float) -> None:
         """Moves an output to another worker if it would end sooner there.
 
         Args:
             request: The output's request.
             worker: The flipping worker that decodes it.
             waiting_s: Seconds of prefill work that wait for workers of the fleet.
-            now: Time by the core's clock.
         """
         placer = self._placers.of(request.fleet)
         predictions = placer.predictions
@@ -169,9 +153,9 @@ class Flips:
         anew_s = predictions.move_s(request, waiting_s)
         placement = placer.by_handoff(request, worker, within_s=min(here_s, anew_s))
         if placement is not None:
-            self._lifecycle.move(request, now, placement)
+            self._attempts.move(request, placement)
         elif anew_s < here_s and placer.has_room(request):
-            self._lifecycle.move(request, now)
+            self._attempts.move(request)
 
     def _give_up(self, worker: Worker) -> None:
         assert worker.flip is not None
@@ -184,4 +168,4 @@ class Flips:
         worker.flip = None
         self._flipping.pop(worker.key, None)
         self._placers.refresh(worker)
-        self._lifecycle.room_freed()
+        self._room_freed()

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from google.rpc import code_pb2
 
-from baton.coordinator.core.request_lifecycle import CHARGE_TOKENS, RequestLifecycle
+from baton.coordinator.core.assignments import Assignments
+from baton.coordinator.core.attempts import Attempts
+from baton.coordinator.core.parts import Parts
+from baton.coordinator.core.request_ends import RequestEnds
+from baton.coordinator.core.token_charges import CHARGE_TOKENS, TokenCharges
+from baton.coordinator.core.token_gaps import TokenGaps
 from baton.coordinator.state.requests import Request, RequestKey, RequestState, StreamKey, WorkerKey
 from baton.coordinator.state.slow_steps import Cause, SlowStep
 from baton.coordinator.telemetry.budget import ttft_stages
@@ -24,6 +29,49 @@ _MAX_GAP_US = 2**32 - 1
 _NATURAL_ENDS = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
 
 
+class Outputs:
+    """Passes the outputs of workers to the requests that they belong to.
+
+    Args:
+        parts: The shared parts of the core.
+        attempts: Follows, recovers and moves attempts.
+        assignments: The workers of requests.
+        ends: Ends requests.
+        charges: Charges tenants for output tokens.
+        gaps: Finds the target of a gap between tokens.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        attempts: Attempts,
+        assignments: Assignments,
+        ends: RequestEnds,
+        charges: TokenCharges,
+        gaps: TokenGaps,
+    ) -> None:
+        self._clock = parts.clock
+        self.requests, self.workers, self.effects = parts.requests, parts.workers, parts.effects
+        self.admission, self.targets, self.stats = parts.admission, parts.targets, parts.stats
+        self.attempts, self.assignments, self.ends = attempts, assignments, ends
+        self.charges, self.gaps = charges, gaps
+
+    def apply_step(self, worker: WorkerKey, step: cluster_pb2.StepOutputs) -> None:
+        """Applies the outputs of one engine step.
+
+        Outputs of requests that have ended, of older attempts, and of workers that do not run the
+        attempt are dropped.
+        """
+        applied = _Step(self, worker, self._clock.now)
+        if step.HasField("tokens"):
+            applied.take_tokens(step.tokens)
+        for output in step.outputs:
+            request = self.requests.get(RequestKey(output.request_id))
+            if request is not None and output.attempt == request.attempt_number:
+                _apply_output(applied, request, output)
+        applied.count()
+
+
 class _Step:
     """One engine step of a worker. It counts outputs with equal gaps together, to save time."""
 
@@ -32,13 +80,13 @@ class _Step:
         "_joined",
         "_num_requests",
         "_num_tokens",
-        "lifecycle",
         "now",
+        "outputs",
         "worker",
     )
 
-    def __init__(self, lifecycle: RequestLifecycle, worker: WorkerKey, now: float) -> None:
-        self.lifecycle, self.worker, self.now = lifecycle, worker, now
+    def __init__(self, outputs: Outputs, worker: WorkerKey, now: float) -> None:
+        self.outputs, self.worker, self.now = outputs, worker, now
         # Requests that got tokens in this step, and their tokens by lane. With speculative
         # decoding, a request may get several.
         self._num_requests = 0
@@ -50,7 +98,7 @@ class _Step:
 
     def take_tokens(self, tokens: cluster_pb2.StepTokens) -> None:
         """Passes on outputs of one token each. Nearly all tokens go through this loop."""
-        find, worker, now = self.lifecycle.requests.by_handle.get, self.worker, self.now
+        find, worker, now = self.outputs.requests.by_handle.get, self.worker, self.now
         # Most requests of a worker share the gap, so the last gap is kept in local variables.
         last_at, lane, gap, num_counted = -1.0, common_pb2.LANE_UNSPECIFIED, [0, 0], 0
         deltas: list[tuple[StreamKey, bytes]] = []
@@ -76,7 +124,7 @@ class _Step:
             request.text_chars += num_chars
             submission = request.submission
             if not deltas:
-                deltas = self.lifecycle.effects.deltas()
+                deltas = self.outputs.effects.deltas()
             deltas.append((submission.to, encoded))
             # This repeats `_count_tokens`, because a call per token would be slow.
             if request.last_token_at != last_at or submission.lane != lane:
@@ -89,7 +137,7 @@ class _Step:
             request.last_token_at = now
             num_tokens += 1
             if not offset % CHARGE_TOKENS:
-                self.lifecycle.charge(request)
+                self.outputs.charges.charge(request)
         gap[1] += num_tokens - num_counted
         self._num_requests += num_tokens
         self._add_tokens(lane, num_tokens - num_counted)
@@ -102,7 +150,7 @@ class _Step:
                 f"worker {self.worker[0]} sent tokens from {delta.offset}; {expected} are known: "
                 f"{delta.offset - expected} are lost"
             )
-            self.lifecycle.recover(request, self.worker, error, self.now)
+            self.outputs.attempts.recover(request, self.worker, error)
             return False
         if delta.offset < expected:
             overlap = expected - delta.offset
@@ -123,7 +171,7 @@ class _Step:
         request.token_ids.extend(delta.token_ids)
         request.text_chars += len(delta.text)
         encoded = delta.SerializeToString()
-        self.lifecycle.effects.deltas().append((request.submission.to, encoded))
+        self.outputs.effects.deltas().append((request.submission.to, encoded))
         if request.recent_deltas is not None:
             request.recent_deltas.add(encoded)
         if num_tokens:
@@ -142,12 +190,12 @@ class _Step:
         request.last_token_at = self.now
         if last_at is None:
             request.first_token_at = self.now
-            self.lifecycle.admission.first_token(request, self.now)
+            self.outputs.admission.first_token(request)
             if not len(request.submission.known_token_ids):
                 # The first token of a resumed output came before.
                 stages = ttft_stages(request, self.now)
-                target_s = self.lifecycle.targets.ttft_s(request.submission)
-                self.lifecycle.stats.first_token(request, self.now, stages, target_s)
+                target_s = self.outputs.targets.ttft_s(request.submission)
+                self.outputs.stats.first_token(request, self.now, stages, target_s)
         else:
             gap = self._gap_since(lane, last_at)
             gap[1] += 1
@@ -155,7 +203,7 @@ class _Step:
         self._num_requests += 1
         self._add_tokens(lane, num_tokens)
         if len(request.token_ids) - request.num_charged >= CHARGE_TOKENS:
-            self.lifecycle.charge(request)
+            self.outputs.charges.charge(request)
 
     def _add_tokens(self, lane: common_pb2.Lane.ValueType, count: int) -> None:
         if count:
@@ -163,7 +211,7 @@ class _Step:
 
     def count(self) -> None:
         """Adds the step's sums to the statistics."""
-        stats, is_slow = self.lifecycle.stats, False
+        stats, is_slow = self.outputs.stats, False
         if not self._num_tokens:
             return
         recent = stats.recent.at(self.now)
@@ -171,7 +219,7 @@ class _Step:
             stats.num_output_tokens += num_tokens
             recent.lanes[lane].num_output_tokens += num_tokens
         fleet_stats = None
-        if stats.compared and (worker := self.lifecycle.worker(self.worker)) is not None:
+        if stats.compared and (worker := self.outputs.workers.get(self.worker)) is not None:
             fleet_stats = stats.compared.get(worker.fleet)
         for (lane, last_at), (_, count) in self._gaps.items():
             gap_s = self.now - last_at
@@ -179,9 +227,9 @@ class _Step:
                 fleet_stats.lanes[lane].itl.observe(gap_s, count)
             stats.lanes[lane].itl.observe(gap_s, count)
             recent.lanes[lane].itl.observe(gap_s, count)
-            target_s = self.lifecycle.targets.of_lane(lane).itl_s
+            target_s = self.outputs.targets.of_lane(lane).itl_s
             is_slow |= target_s is not None and gap_s > target_s
-            if (gap_target_s := self.lifecycle.gap_target_s(lane)) is not None:
+            if (gap_target_s := self.outputs.gaps.target_s(lane)) is not None:
                 stats.lanes[lane].gap_ratio.observe(gap_s / gap_target_s, count)
         if is_slow:
             self._remember()
@@ -192,7 +240,7 @@ class _Step:
 
     def _remember(self) -> None:
         """Records the cause of a slow step, for the stalls of its requests."""
-        worker = self.lifecycle.worker(self.worker)
+        worker = self.outputs.workers.get(self.worker)
         if worker is None:
             return
         cause, by = Cause.BATCH, None
@@ -209,7 +257,7 @@ class _Step:
                 break
             cause, by = Cause.JOINED, request
         if by is None and (local_prompt := worker.ledger.local_prompt) is not None:
-            cause, by = Cause.PREFILL, self.lifecycle.requests.get(local_prompt)
+            cause, by = Cause.PREFILL, self.outputs.requests.get(local_prompt)
         worker.slow_steps.append(
             SlowStep(
                 self.now,
@@ -228,35 +276,17 @@ class _Step:
         return gap
 
 
-def apply_step(
-    lifecycle: RequestLifecycle, worker: WorkerKey, outputs: cluster_pb2.StepOutputs, now: float
-) -> None:
-    """Applies the outputs of one engine step.
-
-    Outputs of requests that have ended, of older attempts, and of workers that do not run the
-    attempt are dropped.
-    """
-    step = _Step(lifecycle, worker, now)
-    if outputs.HasField("tokens"):
-        step.take_tokens(outputs.tokens)
-    for output in outputs.outputs:
-        request = lifecycle.requests.get(RequestKey(output.request_id))
-        if request is not None and output.attempt == request.attempt_number:
-            _apply_output(step, request, output)
-    step.count()
-
-
 def _apply_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
     worker = step.worker
     if worker == request.decode and (request.prefill is None or request.prefill_done):
         _decode_output(step, request, output)
     elif worker == request.prefill:
-        step.lifecycle.answered(request, worker)
+        step.outputs.assignments.answered(request, worker)
         _prefill_output(step, request, output)
 
 
 def _prefill_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
-    lifecycle, worker, now = step.lifecycle, step.worker, step.now
+    outputs, worker = step.outputs, step.worker
     if output.HasField("finished") and output.finished.prompt_logprobs:
         request.prompt_logprobs = list(output.finished.prompt_logprobs)
     if request.prefill_done:
@@ -264,42 +294,42 @@ def _prefill_output(step: _Step, request: Request, output: cluster_pb2.RequestOu
     if output.HasField("timings"):
         if request.prefill_timings is None:
             request.prefill_timings = _copied(output.timings)
-        lifecycle.prompt_computed(request, output.timings, now)
+        outputs.attempts.prompt_computed(request, output.timings)
     if output.HasField("failed"):
-        _failed(lifecycle, request, worker, output.failed, now)
+        _failed(outputs, request, worker, output.failed)
         return
     if request.num_known:
         # The prefill was only needed for the KV cache.
-        lifecycle.begin_decode(request, now)
+        outputs.attempts.begin_decode(request)
         return
     if not step.deliver(request, output.delta):
         return
     if output.HasField("finished") and output.finished.reason in _NATURAL_ENDS:
-        lifecycle.prefill_done(request, now)
-        lifecycle.cancel_decode(request)
-        lifecycle.finish(request, output.finished.reason, output.finished.stop, now)
+        outputs.attempts.prefill_done(request)
+        outputs.attempts.cancel_decode(request)
+        outputs.ends.finish(request, output.finished.reason, output.finished.stop)
     elif request.first_token_at is not None and request.decode is not None:
-        lifecycle.begin_decode(request, now)
+        outputs.attempts.begin_decode(request)
     elif output.HasField("finished"):
         what = "without a first token" if request.first_token_at is None else "with no reason"
         error = errors.Internal(f"prefill worker {worker[0]} ended its part {what}")
-        lifecycle.recover(request, worker, error, now)
+        outputs.attempts.recover(request, worker, error)
 
 
 def _decode_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
     end = output.WhichOneof("end")
     if end == "prefix_gone":
-        step.lifecycle.answered(request, step.worker)
-        step.lifecycle.hand_over_again(request, step.now)
+        step.outputs.assignments.answered(request, step.worker)
+        step.outputs.attempts.hand_over_again(request)
         return
     if request.state is not RequestState.DECODING:
         _first_decode_output(step, request, output)
     if end is None:
         step.deliver(request, output.delta)
         return
-    lifecycle, worker, now = step.lifecycle, step.worker, step.now
+    outputs, worker = step.outputs, step.worker
     if end == "failed":
-        _failed(lifecycle, request, worker, output.failed, now)
+        _failed(outputs, request, worker, output.failed)
         return
     if not step.deliver(request, output.delta):
         return
@@ -307,43 +337,42 @@ def _decode_output(step: _Step, request: Request, output: cluster_pb2.RequestOut
     if finished.prompt_logprobs:
         request.prompt_logprobs = list(finished.prompt_logprobs)
     if finished.reason in _NATURAL_ENDS:
-        lifecycle.finish(request, finished.reason, finished.stop, now)
+        outputs.ends.finish(request, finished.reason, finished.stop)
     elif finished.reason == common_pb2.FINISH_REASON_CANCELLED:
         aborted = errors.Unavailable(f"decode worker {worker[0]} aborted the request")
-        lifecycle.recover(request, worker, aborted, now)
+        outputs.attempts.recover(request, worker, aborted)
     else:
         error = errors.Internal(f"decode worker {worker[0]} ended with no reason")
-        lifecycle.recover(request, worker, error, now)
+        outputs.attempts.recover(request, worker, error)
 
 
 def _first_decode_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
-    lifecycle = step.lifecycle
+    outputs = step.outputs
     step.joins(request)
-    lifecycle.answered(request, step.worker)
+    outputs.assignments.answered(request, step.worker)
     if output.HasField("timings"):
         timings, sources = output.timings, request.prompt_sources
         request.decode_timings = _copied(timings)
         if request.prefill is None:
-            lifecycle.prompt_computed(request, timings, step.now)
+            outputs.attempts.prompt_computed(request, timings)
         elif sources is not None:
             request.prompt_sources = sources._replace(handoff=timings.num_handoff_tokens)
     if not output.HasField("failed"):
-        lifecycle.decoding(request, step.now)
+        outputs.attempts.decoding(request)
 
 
 def _failed(
-    lifecycle: RequestLifecycle,
+    outputs: Outputs,
     request: Request,
     worker: WorkerKey,
     failed: common_pb2.RequestError,
-    now: float,
 ) -> None:
     """Fails a request with an error of its own; recovers a request that its worker failed."""
     error = _worker_error(failed, worker[0])
     if error.code in _REQUEST_ERRORS:
-        lifecycle.fail(request, error, now)
+        outputs.ends.fail(request, error)
     else:
-        lifecycle.recover(request, worker, error, now)
+        outputs.attempts.recover(request, worker, error)
 
 
 def _worker_error(failed: common_pb2.RequestError, worker_id: str) -> errors.BatonError:

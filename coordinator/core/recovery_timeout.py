@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from baton.coordinator.core.parts import Parts
 from baton.coordinator.scaling.scaling import Scaler
-from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import POOL_OF
 from baton.coordinator.state.requests import Request, RequestState
 from baton.v1 import common_pb2
@@ -18,10 +18,11 @@ class RecoveryTimeout:
     request also waits while interactive requests use its room.
     """
 
-    def __init__(self, config: CoreConfig, scaler: Scaler) -> None:
-        self._max_recovery_s, self._scaler = config.max_recovery_s, scaler
+    def __init__(self, parts: Parts, scaler: Scaler) -> None:
+        self._clock, self._scaler = parts.clock, scaler
+        self._max_recovery_s = parts.config.max_recovery_s
 
-    def waits_until(self, request: Request, now: float) -> float:
+    def waits_until(self, request: Request) -> float:
         """Returns until when a recovering request may wait.
 
         A batch request waits as long as its fleet has serving workers for prompts and for outputs.
@@ -32,11 +33,11 @@ class RecoveryTimeout:
 
         Args:
             request: A request that has not ended.
-            now: Time by the core's clock.
 
         Returns:
             Time by the core's clock; in the past if there is nothing to wait for.
         """
+        now = self._clock.now
         if request.state is not RequestState.RECOVERING:
             return request.waits_until
         since, members = request.state_since, request.fleet.workers

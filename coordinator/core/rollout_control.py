@@ -2,95 +2,108 @@
 
 from __future__ import annotations
 
-from baton.coordinator.core.request_lifecycle import RequestLifecycle
+from baton.coordinator.core.attempts import Attempts
+from baton.coordinator.core.parts import Parts
+from baton.coordinator.core.request_ends import RequestEnds
+from baton.coordinator.core.request_fleets import RequestFleets
 from baton.coordinator.rollouts.retiring import gone_error
 from baton.coordinator.rollouts.rollout import Rollouts
 from baton.coordinator.rollouts.traffic import fits
 from baton.coordinator.state import events as ev
-from baton.coordinator.state.workers import Worker, WorkerRegistry
+from baton.coordinator.state.workers import Worker
 
 
 class RolloutControl:
     """Advances the rollouts after each event that may change them.
 
     Args:
+        parts: The shared parts of the core.
         rollouts: Decide which fleets get requests, and which leave.
-        lifecycle: Ends and moves requests.
-        workers: All attached workers.
+        attempts: Moves requests off their workers.
+        ends: Ends requests.
+        request_fleets: Moves requests to another fleet.
     """
 
     def __init__(
-        self, rollouts: Rollouts, lifecycle: RequestLifecycle, workers: WorkerRegistry
+        self,
+        parts: Parts,
+        rollouts: Rollouts,
+        attempts: Attempts,
+        ends: RequestEnds,
+        request_fleets: RequestFleets,
     ) -> None:
-        self._rollouts, self._lifecycle, self._workers = rollouts, lifecycle, workers
+        self._clock = parts.clock
+        self._requests, self._workers = parts.requests, parts.workers
+        self._room_freed = parts.room_freed
+        self._rollouts, self._attempts, self._ends = rollouts, attempts, ends
+        self._request_fleets = request_fleets
         # WorkerRegistry.num_changes when the rollouts were advanced last.
         self._num_changes_seen = 0
 
-    def start(self, event: ev.RolloutRequested, now: float) -> None:
+    def start(self, event: ev.RolloutRequested) -> None:
         """Starts a rollout."""
         self._rollouts.start(event)
-        self.advance(now)
+        self.advance()
 
-    def set_share(self, event: ev.ShareRequested, now: float) -> None:
+    def set_share(self, event: ev.ShareRequested) -> None:
         """Changes the canary's share of new sessions."""
         self._rollouts.set_share(event.share)
 
-    def promote(self, event: ev.PromotionRequested, now: float) -> None:
+    def promote(self, event: ev.PromotionRequested) -> None:
         """Promotes the canary as soon as it has enough workers."""
         self._rollouts.promote(event.drain_s)
-        self.advance(now)
+        self.advance()
 
-    def abort(self, event: ev.AbortRequested, now: float) -> None:
+    def abort(self, event: ev.AbortRequested) -> None:
         """Aborts the rollout."""
-        self._rollouts.abort(event.drain_s, event.why, now)
-        self.advance(now)
+        self._rollouts.abort(event.drain_s, event.why)
+        self.advance()
 
-    def attached(self, worker: Worker, now: float, *, returns: bool) -> None:
+    def attached(self, worker: Worker, *, returns: bool) -> None:
         """Handles an attached worker.
 
         Args:
             worker: The worker.
-            now: Time by the core's clock.
             returns: Whether it served another coordinator before.
         """
-        if self._rollouts.attached(worker, now, returns=returns):
-            self._move_waiting(now)
+        if self._rollouts.attached(worker, returns=returns):
+            self._move_waiting()
 
-    def launcher_ready(self, now: float) -> None:
+    def launcher_ready(self) -> None:
         """Handles a launcher that is ready to start workers."""
-        self._rollouts.launcher_ready(now)
-        self._move_waiting(now)
+        self._rollouts.launcher_ready()
+        self._move_waiting()
 
-    def after_event(self, now: float) -> None:
+    def after_event(self) -> None:
         """Advances the rollouts if workers came, left or changed the work that they take."""
         if self._num_changes_seen != self._workers.num_changes:
             self._num_changes_seen = self._workers.num_changes
             if self._rollouts:
-                self.advance(now)
+                self.advance()
 
-    def advance(self, now: float) -> None:
+    def advance(self) -> None:
         """Advances the rollouts, and ends or moves requests of the fleets that changed."""
         self._num_changes_seen = self._workers.num_changes
-        self._end_overdue(now)
-        self._rollouts.advance(now)
-        self._move_waiting(now)
+        self._end_overdue()
+        self._rollouts.advance()
+        self._move_waiting()
 
-    def _end_overdue(self, now: float) -> None:
+    def _end_overdue(self) -> None:
         """Takes the requests of fleets that must have left by now off their workers.
 
         A request with output fails. A request that runs without output waits again: another fleet
         may compute it.
         """
-        overdue = self._rollouts.retiring.overdue(now)
-        for request in self._lifecycle.requests.all() if overdue else ():
+        overdue = self._rollouts.retiring.overdue(self._clock.now)
+        for request in self._requests.all() if overdue else ():
             if request.fleet not in overdue:
                 continue
             if len(request.token_ids):
-                self._lifecycle.fail(request, gone_error(request.fleet), now)
+                self._ends.fail(request, gone_error(request.fleet))
             elif not request.waits:
-                self._lifecycle.move(request, now)
+                self._attempts.move(request)
 
-    def _move_waiting(self, now: float) -> None:
+    def _move_waiting(self) -> None:
         """Moves requests that wait without output to the stable fleet if their fleet is closed.
 
         A request that the stable fleet cannot compute (unknown adapter, too long prompt) stays in
@@ -98,12 +111,12 @@ class RolloutControl:
         """
         traffic = self._rollouts.traffic
         model = traffic.stable.workers.model
-        for request in self._lifecycle.requests.all():
+        for request in self._requests.all():
             if (
                 not request.has_begun
                 and not traffic.gets_new(request.fleet)
                 and (fits(request.submission, model) or self._rollouts.is_gone(request.fleet))
             ):
-                self._lifecycle.change_fleet(request, traffic.stable, now)
+                self._request_fleets.move_to_stable(request, traffic.stable)
         # Requests that wait for a fleet without workers fail in the next round of dispatching.
-        self._lifecycle.room_freed()
+        self._room_freed()

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from baton.coordinator.core.gap_choice import LEAST_OUTPUTS, GapChoice, Workload
-from baton.coordinator.routing.placers import Placers
+from baton.coordinator.core.parts import Parts
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
-from baton.coordinator.state.latency_targets import LatencyTargets
-from baton.coordinator.state.workers import WorkerRegistry
 from baton.runtime.step_budget import StepTargets
 from baton.runtime.step_messages import to_message
 from baton.v1 import common_pb2
@@ -22,26 +18,13 @@ class StepControl:
     """Changes the step targets of placers and workers, always together.
 
     A worker that attaches gets `Placers.step_targets` in its Welcome.
-
-    Args:
-        config: Limits of the steps.
-        targets: Latency targets of the lanes.
-        workers: All attached workers.
-        placers: Place requests by the step targets, and hold them.
-        emit: Takes effects.
     """
 
-    def __init__(
-        self,
-        config: CoreConfig,
-        targets: LatencyTargets,
-        workers: WorkerRegistry,
-        placers: Placers,
-        emit: Callable[[ev.Effect], None],
-    ) -> None:
-        self._config, self._workers, self._placers = config, workers, placers
-        self._targets, self._emit = targets, emit
-        self._gaps = GapChoice() if _may_choose(config) else None
+    def __init__(self, parts: Parts) -> None:
+        self._clock = parts.clock
+        self._config, self._targets, self._effects = parts.config, parts.targets, parts.effects
+        self._workers, self._placers = parts.workers, parts.placers
+        self._gaps = GapChoice() if _may_choose(parts.config) else None
         self._next_update_at, self._num_workers = 0.0, 0
 
     @property
@@ -57,10 +40,11 @@ class StepControl:
         """Follows a change of the latency targets."""
         self._apply()
 
-    def after_event(self, now: float) -> None:
+    def after_event(self) -> None:
         """Chooses the longest gap again, if the operator leaves it to the coordinator."""
         if self._gaps is None:
             return
+        now = self._clock.now
         if now < self._next_update_at and len(self._workers) == self._num_workers:
             return
         self._next_update_at, self._num_workers = now + _UPDATE_INTERVAL_S, len(self._workers)
@@ -86,7 +70,7 @@ class StepControl:
             return
         self._placers.set_step_targets(targets)
         for worker in self._workers:
-            self._emit(ev.SendCommand(worker.key, to_message(targets)))
+            self._effects.add(ev.SendCommand(worker.key, to_message(targets)))
 
 
 def _may_choose(config: CoreConfig) -> bool:

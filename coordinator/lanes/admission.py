@@ -11,6 +11,7 @@ from baton.coordinator.lanes.lanes import Lanes
 from baton.coordinator.lanes.wait_correction import WaitCorrection
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.core_clock import CoreClock
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.lanes import LANES, Lane, lane_config
 from baton.coordinator.state.requests import Prediction, Request, Submission
@@ -98,13 +99,16 @@ class Admission:
         config: Limits and targets.
         lanes: Waiting requests.
         placers: Predict times to first token.
+        clock: Time of the event that the core handles.
 
     Attributes:
         closing: Why no request is admitted any more; None while requests are admitted.
     """
 
-    def __init__(self, config: CoreConfig, lanes: Lanes, placers: Placers) -> None:
-        self._config, self._lanes, self._placers = config, lanes, placers
+    def __init__(
+        self, config: CoreConfig, lanes: Lanes, placers: Placers, clock: CoreClock
+    ) -> None:
+        self._config, self._lanes, self._placers, self._clock = config, lanes, placers, clock
         self._corrections = {lane: WaitCorrection(_WINDOW) for lane in LANES}
         # When a fleet had its latest first token, or last admitted a request to measure prompt
         # times.
@@ -156,7 +160,6 @@ class Admission:
         hashes: array[int],
         fleet: Fleet,
         growth_s: float,
-        now: float,
     ) -> TtftForecast | None:
         """Predicts the time to first token of a request.
 
@@ -165,12 +168,12 @@ class Admission:
             hashes: Hashes of its prompt's blocks.
             fleet: The fleet that it would run on.
             growth_s: As Request.growth_s.
-            now: Current time by the core's clock.
 
         Returns:
             None if the request has no target, the fleet has no worker, or the request is admitted
             to measure whether prompts take as long as predicted.
         """
+        now = self._clock.now
         if len(submission.known_token_ids):
             return None
         target_s = submission.ttft_target_s(lane_config(self._config.lanes, submission.lane).ttft)
@@ -209,25 +212,26 @@ class Admission:
         """Returns the factor for predicted waits in a lane, 1 to 4."""
         return self._corrections[lane].value
 
-    def first_token(self, request: Request, now: float) -> None:
+    def first_token(self, request: Request) -> None:
         """Corrects later predictions by a first token that comes now, or is late already.
 
         Requests whose attempt was lost are ignored. Prefill time beyond the prediction counts as a
         longer wait, because the target is for their sum.
         """
+        now = self._clock.now
         self._probed_at[request.fleet] = now
         prediction = request.prediction
         if prediction is not None and not request.interruptions:
             waited_s = now - request.submitted_at - prediction.work_s
             self._corrections[request.submission.lane].observe(waited_s, prediction.wait_s)
 
-    def ended(self, request: Request, now: float) -> None:
+    def ended(self, request: Request) -> None:
         """Counts a request that ended without a first token, if it was later than predicted."""
         prediction = request.prediction
         if prediction is None or request.first_token_at is not None:
             return
-        if now - request.submitted_at > prediction.wait_s + prediction.work_s:
-            self.first_token(request, now)
+        if self._clock.now - request.submitted_at > prediction.wait_s + prediction.work_s:
+            self.first_token(request)
 
     def forget(self, fleet: Fleet) -> None:
         """Drops what is remembered of a fleet that has no requests."""
@@ -239,7 +243,7 @@ class Admission:
         if oldest is None:
             return _RETRY_AFTER_S
         # If the lane was full all the time, as many requests left during its wait as wait now.
-        waited_s = self._lanes.now - oldest.state_since
+        waited_s = self._clock.now - oldest.state_since
         return max(_RETRY_AFTER_S, waited_s / self._lanes.num_queued(lane))
 
 

@@ -26,6 +26,7 @@ from baton.coordinator.lanes.tenants import (
     Tenants,
 )
 from baton.coordinator.lanes.waits import LaneWaits
+from baton.coordinator.state.core_clock import CoreClock
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.lanes import LANES, Lane, lane_config
 from baton.coordinator.state.requests import Request, RequestKey
@@ -43,8 +44,8 @@ _BATCH = common_pb2.LANE_BATCH
 class Lanes:
     """Orders waiting requests, and charges tenants for the tokens that they are served.
 
-    RequestLifecycle owns the lanes and calls them from a request's admission to its end; the
-    dispatcher asks for the next request. A tenant has one account per lane and fleet. The prompt
+    The core calls the lanes from a request's admission to its end; its dispatcher asks for the next
+    request. A tenant has one account per lane and fleet. The prompt
     is charged when the request is dispatched, output tokens as they are generated. A tenant at its
     concurrency limit is not in the order, and its unused share does not accumulate.
 
@@ -52,21 +53,23 @@ class Lanes:
     submitted to the interactive lane is ordered in the batch lane.
 
     Args:
+        clock: Time of the event that the core handles.
         config: Limits and shares of the lanes.
         defaults: Configuration of tenants that are not in `tenants`.
         tenants: Configurations by the tenant's name.
 
     Attributes:
-        now: Time of the event that is being handled, by the core's clock. The core sets it.
         waits: Says for what and for how long requests wait.
     """
 
     def __init__(
         self,
+        clock: CoreClock,
         config: LanesConfig,
         defaults: TenantConfig | None = None,
         tenants: Mapping[str, TenantConfig] | None = None,
     ) -> None:
+        self._clock = clock
         self._prompt_weight = config.prompt_token_weight
         self._output_weight = config.output_token_weight
         self._long_prompt_tokens = config.long_prompt_tokens
@@ -90,7 +93,6 @@ class Lanes:
         self._limits = {lane: RunningLimit(lane_config(config, lane).max_running) for lane in LANES}
         self.waits = LaneWaits(config, self._tenants, self._fleets, self._limits, self._places)
         self._num_pushed = 0
-        self.now = 0.0
         # Queues that yield no more requests in this round.
         self._skipped: set[LaneQueue | InterruptedQueue] = set()
 
@@ -131,12 +133,12 @@ class Lanes:
 
     # ---- Queueing
 
-    def rate_error(self, tenant: str, num_tokens: int, now: float) -> ResourceExhausted | None:
+    def rate_error(self, tenant: str, num_tokens: int) -> ResourceExhausted | None:
         """Returns why a tenant's rate limit refuses this many tokens now; None if it does not."""
         known = self._tenants.find(tenant)
         if known is None or known.bucket is None:
             return None
-        wait_s = known.bucket.wait_s(num_tokens, now)
+        wait_s = known.bucket.wait_s(num_tokens, self._clock.now)
         if not wait_s:
             return None
         return ResourceExhausted(
@@ -146,19 +148,18 @@ class Lanes:
             retry_after_s=wait_s,
         )
 
-    def push(self, request: Request, now: float, num_tokens: int = 0, work_s: float = 0.0) -> None:
+    def push(self, request: Request, num_tokens: int = 0, work_s: float = 0.0) -> None:
         """Queues a new request, or a dispatched request that waits again.
 
         Args:
             request: A request that does not wait.
-            now: Current time by the core's clock.
             num_tokens: For a new request: tokens of its prompt and of its longest output. They are
                 taken from the tenant's rate limit; unused tokens are returned when it ends.
             work_s: Its prefill work, in seconds.
         """
         entry = self._entries.get(request.key)
         if entry is None:
-            entry = self._new_entry(request, now, num_tokens)
+            entry = self._new_entry(request, num_tokens)
         else:
             assert not entry.is_queued
             self._stopped(entry)
@@ -171,8 +172,8 @@ class Lanes:
         entry.is_queued = True
         entry.has_returned = request.attempt > 0 or len(request.token_ids) > 0
         entry.is_interrupted = request.goes_first
-        entry.work_us, entry.queued_at = round(work_s * 1e6), now
-        self._put_in(entry, now)
+        entry.work_us, entry.queued_at = round(work_s * 1e6), self._clock.now
+        self._put_in(entry)
         self._places[request.submission.lane].take(entry.queue.tenant.name)
         self._waiting[request.submission.lane][request.key] = request
         request.was_held |= self.waits.is_held(entry)
@@ -256,7 +257,7 @@ class Lanes:
             deficit = lane_queue.fleet_queues.deficit
             entry.owed_per_token = -1.0 if is_batch else deficit.per_token
         self._stop_waiting(entry)
-        queue.tenant.started(self.now)
+        queue.tenant.started(self._clock.now)
         self._limits[lane_queue.lane].num_running += 1
         lane_queue.order.took_turn(queue)
         entry.num_charged_tokens += num_prompt_tokens
@@ -288,21 +289,20 @@ class Lanes:
             lane_queue.order.credit(entry.queue, cost)
             lane_queue.fleet_queues.deficit.owed -= cost * entry.owed_per_token
 
-    def reserve_only(self, request: Request, num_tokens: int, now: float) -> None:
+    def reserve_only(self, request: Request, num_tokens: int) -> None:
         """Returns reserved tokens beyond `num_tokens` to the tenant's rate limit.
 
         Args:
             request: A request that has not ended.
             num_tokens: Most tokens that its prompt and output can have.
-            now: Current time by the core's clock.
         """
         entry = self._entries[request.key]
         num_back = max(0, entry.num_reserved_tokens - num_tokens)
         entry.num_reserved_tokens -= num_back
         if (bucket := entry.queue.tenant.bucket) is not None:
-            bucket.give_back(num_back, now)
+            bucket.give_back(num_back, self._clock.now)
 
-    def ended(self, request: Request, now: float) -> None:
+    def ended(self, request: Request) -> None:
         """A waiting or dispatched request has ended; idempotent.
 
         The tenant's rate limit gets the reserved tokens back that were neither computed nor
@@ -323,10 +323,10 @@ class Lanes:
             num_used = 0
             if request.attempt:
                 num_used = request.num_tokens
-            tenant.bucket.give_back(entry.num_reserved_tokens - num_used, now)
+            tenant.bucket.give_back(entry.num_reserved_tokens - num_used, self._clock.now)
         self._reorder(tenant)
         if tenant.idle:
-            self._tenants.mark_idle(tenant, now)
+            self._tenants.mark_idle(tenant)
 
     def forget(self, fleet: Fleet) -> None:
         """Removes the queues of a fleet that has no requests."""
@@ -385,9 +385,9 @@ class Lanes:
         for lane_queue, queue in tenant.queues.items():
             if can_run and len(queue):
                 if queue.item is None:
-                    lane_queue.join(queue, self.now)
+                    lane_queue.join(queue, self._clock.now)
             elif queue.item is not None:
-                lane_queue.leave(queue, self.now)
+                lane_queue.leave(queue, self._clock.now)
 
     # ---- Entries
 
@@ -398,10 +398,11 @@ class Lanes:
         self._reorder(tenant)
         entry.queue = tenant.queue(lane_queue)
         entry.owed_per_token = 0.0
-        self._put_in(entry, self.now)
+        self._put_in(entry)
         self._reorder(tenant)
 
-    def _new_entry(self, request: Request, now: float, num_tokens: int) -> QueueEntry:
+    def _new_entry(self, request: Request, num_tokens: int) -> QueueEntry:
+        now = self._clock.now
         submission = request.submission
         tenant = self._tenants.activate(submission.tenant, now)
         if tenant.bucket is not None:
@@ -421,17 +422,17 @@ class Lanes:
             queues = self._fleets[fleet] = FleetQueues(fleet, self._batch_share)
         return queues
 
-    def _put_in(self, entry: QueueEntry, now: float) -> None:
+    def _put_in(self, entry: QueueEntry) -> None:
         queue, work_us = entry.queue, entry.work_us
         queues = queue.lane_queue.fleet_queues
         queues.submitted_work_us[entry.request.submission.lane] += work_us
         if entry.is_interrupted:
             queues.interrupted.push(entry)
             return
-        queue.push(entry, now)
+        queue.push(entry, self._clock.now)
         queue.work_us += work_us
         if queue.item is not None:
-            queue.lane_queue.work.add(work_us, self.now)
+            queue.lane_queue.work.add(work_us, self._clock.now)
 
     def _take_out(self, entry: QueueEntry) -> None:
         queue, work_us = entry.queue, entry.work_us
@@ -441,11 +442,11 @@ class Lanes:
             queues.interrupted.remove(entry)
             return
         # A request that is dispatched at once has not waited: it does not count for the rate.
-        has_waited = entry.queued_at < self.now
+        has_waited = entry.queued_at < self._clock.now
         queue.remove(entry)
         queue.work_us -= work_us
         if queue.item is not None:
-            queue.lane_queue.work.remove(work_us, self.now, left=has_waited)
+            queue.lane_queue.work.remove(work_us, self._clock.now, left=has_waited)
 
     def _stop_waiting(self, entry: QueueEntry) -> None:
         self._take_out(entry)
@@ -456,7 +457,7 @@ class Lanes:
 
     def _stopped(self, entry: QueueEntry) -> None:
         """A dispatched request no longer runs."""
-        entry.queue.tenant.stopped(self.now)
+        entry.queue.tenant.stopped(self._clock.now)
         self._limits[entry.queue.lane_queue.lane].num_running -= 1
 
     def _weight_of(self, tenant: str) -> float:
@@ -473,7 +474,7 @@ class Lanes:
         elif lane_queue.lane == _BATCH:
             lane_queue.fleet_queues.deficit.used_idle(cost)
 
-    def _must_remember(self, tenant: Tenant, now: float) -> bool:
+    def _must_remember(self, tenant: Tenant) -> bool:
         """Whether forgetting an idle tenant would change how its later requests are treated."""
         # Its counter is above the others' level.
         if any(one.counter > one.lane_queue.order.level() for one in tenant.queues.values()):
@@ -481,7 +482,7 @@ class Lanes:
         # The run times of its requests would have to be measured again.
         if tenant.slots is not None and tenant.slots.has_history:
             return True
-        return tenant.bucket is not None and not tenant.bucket.full(now)
+        return tenant.bucket is not None and not tenant.bucket.full(self._clock.now)
 
     # ---- Integrity
 

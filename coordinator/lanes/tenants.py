@@ -291,7 +291,7 @@ class Tenants:
         self,
         defaults: TenantConfig,
         named: Mapping[str, TenantConfig],
-        must_remember: Callable[[Tenant, float], bool],
+        must_remember: Callable[[Tenant], bool],
     ) -> None:
         self._defaults, self._named, self._must_remember = defaults, named, must_remember
         self._tenants: dict[str, Tenant] = {}
@@ -316,7 +316,7 @@ class Tenants:
         self._idle.pop(name, None)
         return tenant
 
-    def mark_idle(self, tenant: Tenant, now: float) -> None:
+    def mark_idle(self, tenant: Tenant) -> None:
         """Notes that a tenant has become idle, and checks two idle tenants in turn.
 
         Tenants that need not be remembered are forgotten. Idle tenants therefore do not accumulate,
@@ -325,7 +325,7 @@ class Tenants:
         self._idle[tenant.name] = tenant
         for _ in range(min(2, len(self._idle))):
             name, oldest = self._idle.popitem(last=False)
-            if len(self._idle) < _MAX_IDLE and self._must_remember(oldest, now):
+            if len(self._idle) < _MAX_IDLE and self._must_remember(oldest):
                 self._idle[name] = oldest
             else:
                 del self._tenants[name]

@@ -52,12 +52,10 @@ class Retiring:
 
     Args:
         launches: Worker processes that were started here.
-        drain: Tells a worker to leave: worker, time limit in seconds, reason, current time.
+        drain: Tells a worker to leave: worker, time limit in seconds, reason.
     """
 
-    def __init__(
-        self, launches: Launches, drain: Callable[[Worker, float, str, float], None]
-    ) -> None:
+    def __init__(self, launches: Launches, drain: Callable[[Worker, float, str], None]) -> None:
         self._launches, self._drain = launches, drain
         self._leaving: dict[Fleet, _Leaving] = {}
 
@@ -124,6 +122,6 @@ class Retiring:
                 # The worker that stays: one that serves, if any does, with the most requests.
                 drainable.pop()
             for worker in drainable:
-                self._drain(worker, max(1.0, leaving.deadline - now), leaving.reason, now)
+                self._drain(worker, max(1.0, leaving.deadline - now), leaving.reason)
         if not stays and not len(fleet.workers):
             del self._leaving[fleet]

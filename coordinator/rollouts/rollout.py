@@ -25,6 +25,7 @@ from baton.coordinator.rollouts.retiring import Retiring
 from baton.coordinator.rollouts.traffic import Traffic
 from baton.coordinator.scaling.scaling import Scaler
 from baton.coordinator.state import events as ev
+from baton.coordinator.state.core_clock import CoreClock
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.pools import POOL_OF, Pool
 from baton.coordinator.state.request_table import RequestTable
@@ -75,8 +76,9 @@ class Rollouts:
         workers: All attached workers.
         scaler: Starts the canary's workers if it is active.
         stats: Counts by fleet while two fleets are compared.
+        clock: Time of the event that the core handles.
         timers: The core's timers.
-        drain: Tells a worker to leave: worker, time limit in seconds, reason, current time.
+        drain: Tells a worker to leave: worker, time limit in seconds, reason.
         emit: Takes effects.
         max_request_s: Longest life of a request, in seconds.
 
@@ -94,13 +96,15 @@ class Rollouts:
         workers: WorkerRegistry,
         scaler: Scaler,
         stats: CoreStats,
+        clock: CoreClock,
         timers: Timers,
-        drain: Callable[[Worker, float, str, float], None],
+        drain: Callable[[Worker, float, str], None],
         emit: Callable[[ev.Effect], None],
         max_request_s: float,
     ) -> None:
         self.traffic, self._requests, self._workers = traffic, requests, workers
-        self._scaler, self._stats, self._timers, self._emit = scaler, stats, timers, emit
+        self._scaler, self._stats, self._clock = scaler, stats, clock
+        self._timers, self._emit = timers, emit
         self._fleets, self._max_request_s = workers.fleets, max_request_s
         self.retiring = Retiring(scaler.launches, drain)
         self._configured, self._version = traffic.stable.name, 0
@@ -204,18 +208,17 @@ class Rollouts:
             if self._scaler.active:
                 self.rollout.sizes = self._promotion_sizes(self.rollout)
 
-    def abort(self, drain_s: float | None, reason: str, now: float) -> None:
+    def abort(self, drain_s: float | None, reason: str) -> None:
         """Aborts the rollout; `abort_error` was None."""
         if self.rollout is not None:
             self._was_changed = True
-            self._abort(self.rollout, reason, drain_s, now)
+            self._abort(self.rollout, reason, drain_s)
 
-    def attached(self, worker: Worker, now: float, *, returns: bool) -> bool:
+    def attached(self, worker: Worker, *, returns: bool) -> bool:
         """Handles an attached worker, which may have a record from an earlier coordinator.
 
         Args:
             worker: The worker.
-            now: Time by the core's clock.
             returns: Whether the worker served another coordinator before.
 
         Returns:
@@ -227,41 +230,42 @@ class Rollouts:
         if is_newer:
             self._newest_seen = record.version
         if is_newer and record.configured != self._configured:
-            restores = self._supersede(now)
+            restores = self._supersede()
         # A coordinator with an active scaler starts its own workers, and the workers of the
         # recorded rollout ended with the earlier coordinator.
         elif is_newer and not self._scaler.active and not self._was_changed:
-            self._restore(record, now)
+            self._restore(record)
             restores = True
         elif self._version:
             self._emit(ev.SendCommand(worker.key, self._record()))
         if returns and worker.fleet not in self.retiring and self._was_replaced(worker):
-            self._retire(worker.fleet, "another revision has taken its place", None, now)
+            self._retire(worker.fleet, "another revision has taken its place", None)
             self._changed()
         return restores
 
-    def launcher_ready(self, now: float) -> None:
+    def launcher_ready(self) -> None:
         """Makes the configured revision stable again: the launcher starts workers of this revision.
 
         A rollout that was restored from a record ends, unless an operator has changed it here.
         """
         if self._version and not self._was_changed:
-            self._discard_restored(now)
+            self._discard_restored()
 
-    def advance(self, now: float) -> None:
+    def advance(self) -> None:
         """Takes all steps of rollouts that are possible with the workers that serve now."""
+        now = self._clock.now
         rollout = self.rollout
         if rollout is not None:
-            self._start_workers(rollout, now)
-            self._open(rollout, now)
+            self._start_workers(rollout)
+            self._open(rollout)
             if (found := self._found_worse(rollout)) is not None:
-                self._abort(rollout, found, None, now)
+                self._abort(rollout, found, None)
             elif (
                 rollout.drain_s is not None
                 and has_promoted_sizes(self._fleets, self._scaler, rollout.canary, rollout.sizes)
                 and not self._needs_start(rollout.stable)
             ):
-                self._switch(rollout, rollout.drain_s, now)
+                self._switch(rollout, rollout.drain_s)
         for fleet in self.retiring:
             self._scaler.launches.give_up_stuck(fleet, self._scaler.start_timeout_s, now)
         if self.retiring.advance(now):
@@ -296,12 +300,12 @@ class Rollouts:
         for worker in self._workers:
             self._emit(ev.SendCommand(worker.key, record))
 
-    def _restore(self, record: cluster_pb2.RolloutRecord, now: float) -> None:
+    def _restore(self, record: cluster_pb2.RolloutRecord) -> None:
         """Replaces the state by the one that an earlier coordinator has recorded."""
         named = self._fleets.named
         # This coordinator may have sent records of its own since an older one was restored.
         self._version, self.rollout = max(record.version, self._version + 1), None
-        self.retiring.replace(map(named, record.retiring), self._max_request_s, now)
+        self.retiring.replace(map(named, record.retiring), self._max_request_s, self._clock.now)
         self._stats.compared = {}
         self._fleets.stable = stable = named(record.stable)
         self.traffic.canary, self.traffic.open, self.traffic.share = None, False, 0.0
@@ -313,7 +317,7 @@ class Rollouts:
             self._timers.cancel(CoreTimer.ROLLOUT)
         self._send_record()
 
-    def _supersede(self, now: float) -> bool:
+    def _supersede(self) -> bool:
         """Replaces a record from before the configuration named another stable revision.
 
         All workers get this coordinator's record instead. If they kept the older one, a coordinator
@@ -326,13 +330,13 @@ class Rollouts:
         if is_configured or self._was_changed:
             self._changed()
             return False
-        self._discard_restored(now)
+        self._discard_restored()
         return True
 
-    def _discard_restored(self, now: float) -> None:
+    def _discard_restored(self) -> None:
         """Makes the configured revision stable, with a record that is newer than all others."""
         version = max(self._version, self._newest_seen) + 1
-        self._restore(cluster_pb2.RolloutRecord(version=version, stable=self._configured), now)
+        self._restore(cluster_pb2.RolloutRecord(version=version, stable=self._configured))
 
     def _was_replaced(self, worker: Worker) -> bool:
         """Whether, according to the worker's record, the worker's fleet has left or is leaving.
@@ -347,11 +351,12 @@ class Rollouts:
 
     # ---- Steps of a rollout
 
-    def _start_workers(self, rollout: Rollout, now: float) -> None:
+    def _start_workers(self, rollout: Rollout) -> None:
         """Starts the workers that the canary lacks, and gives up starts that take too long.
 
         A worker that is draining or has ended is replaced once its GPUs are free.
         """
+        now = self._clock.now
         if not self._scaler.active:
             return
         canary, launches = rollout.canary, self._scaler.launches
@@ -391,12 +396,15 @@ class Rollouts:
             held += scaler.gpus_starting(fleet)
         scaler.reserve(held)
 
-    def _open(self, rollout: Rollout, now: float) -> None:
+    def _open(self, rollout: Rollout) -> None:
         """Opens the canary to new requests while it can compute prompts and decode outputs."""
         canary = rollout.canary
         self.traffic.open = all(canary.workers.able(role).num_serving for role in POOL_OF)
         if self.traffic.open and not rollout.stats:
-            rollout.stats, rollout.since = {rollout.stable: FleetStats(), canary: FleetStats()}, now
+            rollout.stats, rollout.since = (
+                {rollout.stable: FleetStats(), canary: FleetStats()},
+                self._clock.now,
+            )
             self._stats.compared = rollout.stats
 
     def _needs_start(self, fleet: Fleet) -> bool:
@@ -408,13 +416,13 @@ class Rollouts:
             one.fleet is fleet and one.has_begun for one in self._requests.all()
         )
 
-    def _switch(self, rollout: Rollout, drain_s: float, now: float) -> None:
+    def _switch(self, rollout: Rollout, drain_s: float) -> None:
         """Makes the canary the stable fleet."""
         new, old = rollout.canary, self.traffic.stable
         self._end(rollout, f"revision {new.name!r} was promoted, after {old.name!r}")
         self._fleets.stable = new
-        self._scaler.promoted(now)
-        self._retire(old, f"revision {new.name} has taken its place", drain_s, now)
+        self._scaler.promoted()
+        self._retire(old, f"revision {new.name} has taken its place", drain_s)
         self._changed()
 
     def _found_worse(self, rollout: Rollout) -> str | None:
@@ -424,9 +432,9 @@ class Rollouts:
         found = judge(rollout.stats[rollout.stable], rollout.stats[rollout.canary])
         return found.reason if found.verdict is Verdict.WORSE else None
 
-    def _abort(self, rollout: Rollout, reason: str, drain_s: float | None, now: float) -> None:
+    def _abort(self, rollout: Rollout, reason: str, drain_s: float | None) -> None:
         self._end(rollout, f"revision {rollout.canary.name!r} was aborted: {reason}")
-        self._retire(rollout.canary, "its rollout was aborted", drain_s, now)
+        self._retire(rollout.canary, "its rollout was aborted", drain_s)
         self._changed()
 
     def _end(self, rollout: Rollout, outcome: str) -> None:
@@ -434,5 +442,5 @@ class Rollouts:
         self.traffic.canary, self.traffic.open, self.traffic.share = None, False, 0.0
         self._stats.compared = {}
 
-    def _retire(self, fleet: Fleet, reason: str, drain_s: float | None, now: float) -> None:
-        self.retiring.begin(fleet, reason, drain_s or self._max_request_s, now)
+    def _retire(self, fleet: Fleet, reason: str, drain_s: float | None) -> None:
+        self.retiring.begin(fleet, reason, drain_s or self._max_request_s, self._clock.now)

@@ -19,6 +19,7 @@ from baton.coordinator.routing.loads.worker_traits import WorkerTraits
 from baton.coordinator.routing.prefixes.prefix_index import PrefixIndex, Tier
 from baton.coordinator.routing.prefixes.prefix_match import NOTHING_HELD, HeldPrefix, PrefixMatch
 from baton.coordinator.routing.speeds.transfers import Transfers
+from baton.coordinator.state.core_clock import CoreClock
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import PredictedSpeeds, SessionKey, WorkerKey
 from baton.runtime.step_budget import StepTargets
@@ -49,6 +50,7 @@ class FleetView:
     request once.
 
     Args:
+        clock: Time of the event that the core handles.
         max_prefill_requests: Limit of prompts assigned to one worker.
         max_decode_requests: Limit of decodes assigned to one worker; the engine's own limit of
             requests per step (max_seqs) applies too.
@@ -62,13 +64,15 @@ class FleetView:
 
     def __init__(
         self,
+        clock: CoreClock,
         max_prefill_requests: int,
         max_decode_requests: int,
         step_targets: StepTargets | None = None,
     ) -> None:
+        self._clock = clock
         self.index = PrefixIndex()
-        self.transfers = Transfers()
-        self.loads = LoadIndex(max_prefill_requests, max_decode_requests, step_targets)
+        self.transfers = Transfers(clock)
+        self.loads = LoadIndex(clock, max_prefill_requests, max_decode_requests, step_targets)
         self._sessions: OrderedDict[SessionKey, LastWorkers] = OrderedDict()
         # Number of interactive decodes on all workers.
         self._num_interactive = 0
@@ -77,13 +81,12 @@ class FleetView:
 
     @property
     def now(self) -> float:
-        """Time by the core's clock; the caller sets it before each use."""
-        return self.loads.now
+        """Time by the core's clock."""
+        return self._clock.now
 
-    @now.setter
-    def now(self, now: float) -> None:
-        self.loads.now = self.transfers.now = now
-        self.index.tidy(now)
+    def tidy(self) -> None:
+        """Removes some blocks of workers that have left from the prefix index; see PrefixIndex."""
+        self.index.tidy(self.now)
 
     # ---- Workers
 

@@ -27,6 +27,7 @@ from baton.coordinator.routing.request_needs import RequestNeeds
 from baton.coordinator.routing.strict.pool_choices import PoolChoices
 from baton.coordinator.routing.strict.rule import StrictRule
 from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.core_clock import CoreClock
 from baton.coordinator.state.pools import POOL_OF, Pool
 from baton.coordinator.state.requests import Request, WorkerKey
 from baton.coordinator.state.workers import AttachedWorkers, Worker
@@ -49,6 +50,7 @@ class Placer:
 
     Args:
         config: Limits and targets.
+        clock: Time of the event that the core handles.
         workers: The fleet's workers.
         latency: Latency models by worker kind.
         outputs: Prediction of output lengths; shared by all fleets.
@@ -67,6 +69,7 @@ class Placer:
     def __init__(
         self,
         config: CoreConfig,
+        clock: CoreClock,
         workers: AttachedWorkers,
         latency: LatencyRegistry,
         outputs: OutputLengths,
@@ -77,6 +80,7 @@ class Placer:
         self._config, self._workers, self._latency = config, workers, latency
         self._outputs, self._crowded = outputs, crowded
         self.view = FleetView(
+            clock,
             config.max_prefill_requests,
             config.max_decode_requests,
             step_targets if config.elastic else None,

@@ -13,6 +13,7 @@ from baton.coordinator.routing.loads.worker_load import WorkerLoad
 from baton.coordinator.routing.output_lengths import OutputLengths
 from baton.coordinator.routing.placement import Placer
 from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.core_clock import CoreClock
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.requests import RequestKey, SessionKey, WorkerKey
 from baton.coordinator.state.scaling_config import in_seconds
@@ -37,25 +38,28 @@ class Placers:
     """
 
     def __init__(
-        self, config: CoreConfig, workers: WorkerRegistry, latency: LatencyRegistry
+        self,
+        config: CoreConfig,
+        workers: WorkerRegistry,
+        latency: LatencyRegistry,
+        clock: CoreClock,
     ) -> None:
         self._config, self._workers, self._latency = config, workers, latency
+        self._clock = clock
         self.outputs = OutputLengths()
         self.prompt_times = RecentValues[float](_WINDOW)
         itl_s = in_seconds(config.targets.interactive).itl_s
         self.step_targets = StepTargets.of(config.steps, itl_s)
-        self._now = 0.0
         self.crowded: dict[WorkerKey, None] = {}
         self._placers: dict[Fleet, Placer] = {}
 
     def __len__(self) -> int:
         return len(self._placers)
 
-    def at(self, now: float) -> None:
-        """Sets the time of the next event, by the core's clock."""
-        self._now = now
+    def tidy(self) -> None:
+        """Removes some blocks of workers that have left; the core calls it with each event."""
         for placer in self._placers.values():
-            placer.view.now = now
+            placer.view.tidy()
 
     @property
     def longest_gap_s(self) -> float | None:
@@ -81,6 +85,7 @@ class Placers:
         if placer is None:
             placer = self._placers[fleet] = Placer(
                 self._config,
+                self._clock,
                 fleet.workers,
                 self._latency,
                 self.outputs,
@@ -88,7 +93,6 @@ class Placers:
                 self.prompt_times,
                 self.step_targets,
             )
-            placer.view.now = self._now
         return placer
 
     def forget(self, fleet: Fleet) -> None:

@@ -21,11 +21,12 @@ from baton.coordinator.scaling.decision_log import DecisionLog
 from baton.coordinator.scaling.launches import Launches
 from baton.coordinator.scaling.pool_sizes import PoolSizes
 from baton.coordinator.state import events as ev
+from baton.coordinator.state.core_clock import CoreClock
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.latency_targets import LatencyTargets
 from baton.coordinator.state.pools import POOL_OF, POOLS, Pool
 from baton.coordinator.state.revision import Revision
-from baton.coordinator.state.scaling_config import ScalingSettings
+from baton.coordinator.state.scaling_config import ScalingConfig, ScalingSettings
 from baton.coordinator.state.scaling_decision import Action, Drain, Flip, PoolDecision, SetSize
 from baton.coordinator.state.timers import CoreTimer, Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
@@ -41,11 +42,12 @@ class Scaler:
     """Owns the sizes of the pools and the worker processes started for them.
 
     Args:
-        settings: Initial settings; `policy` has its own limits.
+        settings: Initial settings; a `policy` brings its own initial limits.
         targets: Latency targets of the lanes.
         workers: Attached workers.
         observer: Source of the load that the policy decides by.
         stats: Counters of scaling decisions.
+        clock: Time of the event that the core handles.
         timers: Timers of the core.
         emit: Callback for effects.
         policy: Scaling policy; None: the autoscaler. In simulations, a policy may have other
@@ -64,15 +66,16 @@ class Scaler:
         workers: WorkerRegistry,
         observer: Observer,
         stats: CoreStats,
+        clock: CoreClock,
         timers: Timers,
         emit: Callable[[ev.Effect], None],
         policy: Policy | None = None,
     ) -> None:
         self._workers, self._observer, self._stats = workers, observer, stats
-        self._timers, self._emit = timers, emit
+        self._clock, self._timers, self._emit = clock, timers, emit
         self._targets = targets
         self._policy = policy or Autoscaler(settings.config.with_targets(targets.by_lane))
-        # Configured limits; the policy's own copy also contains the fixed sizes as limits.
+        # Configured limits; `_policy_config` adds the fixed sizes.
         self._config = self._policy.config
         self.launches = Launches(workers, stats, emit)
         self.active = False
@@ -215,38 +218,34 @@ class Scaler:
 
     # ---- Events.
 
-    def begin(self, sizes: Mapping[Pool, int], now: float) -> None:
+    def begin(self, sizes: Mapping[Pool, int]) -> None:
         """Activates the scaler and starts the workers that the initial sizes require."""
         self.active = True
         self._sizes.begin(sizes)
-        self._limit_policy()
-        present = Counter(view.pool for view in self._observe(now).workers)
+        present = Counter(view.pool for view in self._observe(self._policy_config()).workers)
         for pool in POOLS:
-            self.launches.start(pool, sizes[pool] - present[pool], now)
-        self._set_timer(now)
+            self.launches.start(pool, sizes[pool] - present[pool], self._clock.now)
+        self._set_timer(self._clock.now)
 
     def stop(self) -> None:
         """Stops making decisions."""
         self.active = False
         self._timers.cancel(CoreTimer.SCALING)
 
-    def scale(self, pool: Pool, num_workers: int, now: float) -> None:
+    def scale(self, pool: Pool, num_workers: int) -> None:
         """Sets the size of a pool on behalf of an operator."""
-        self._sizes.set_by_hand(pool, num_workers, now)
-        self._limit_policy()
-        self.soon(now)
+        self._sizes.set_by_hand(pool, num_workers, self._clock.now)
+        self.soon()
 
-    def set_autoscale(self, enabled: bool, now: float) -> None:
+    def set_autoscale(self, enabled: bool) -> None:
         """Switches autoscaling on or off for an operator; see PoolSizes.set_autoscale."""
         self._sizes.set_autoscale(enabled)
-        self._limit_policy()
-        self.soon(now)
+        self.soon()
 
-    def targets_changed(self, now: float) -> None:
+    def targets_changed(self) -> None:
         """Follows a change of the latency targets."""
         self._config = self._config.with_targets(self._targets.by_lane)
-        self._limit_policy()
-        self.soon(now)
+        self.soon()
 
     def flipped(self, worker_id: str, pool: Pool, into: Pool) -> None:
         """Adjusts the fixed sizes for a worker that an operator moves to the other pool."""
@@ -258,60 +257,58 @@ class Scaler:
 
     def reserve(self, num_gpus: int) -> None:
         """Sets the number of GPUs that the pools must leave to workers of other fleets."""
-        if num_gpus != self._reserved_gpus:
-            self._reserved_gpus = num_gpus
-            self._limit_policy()
+        self._reserved_gpus = num_gpus
 
-    def promoted(self, now: float) -> None:
+    def promoted(self) -> None:
         """Handles a change of the stable fleet; the pools keep their sizes."""
-        # The new fleet's workers may use other numbers of GPUs.
-        self._limit_policy()
-        self.soon(now)
+        self.soon()
 
-    def left(self, worker_id: str, reason: str, now: float, *, wanted: bool) -> None:
+    def left(self, worker_id: str, reason: str, *, wanted: bool) -> None:
         """Handles a worker that has left; it is replaced if it left without being told to."""
-        if self.launches.left(worker_id, reason, now, wanted=wanted):
-            self.soon(now)
+        if self.launches.left(worker_id, reason, self._clock.now, wanted=wanted):
+            self.soon()
 
-    def exited(self, event: ev.WorkerExited, now: float) -> None:
+    def exited(self, event: ev.WorkerExited) -> None:
         """Handles the end of a process; it is replaced if it ended without being told to."""
-        if self.launches.exited(event, now):
-            self.soon(now)
+        if self.launches.exited(event, self._clock.now):
+            self.soon()
 
-    def waits(self, event: ev.WorkerWaits, now: float) -> None:
+    def waits(self, event: ev.WorkerWaits) -> None:
         """Records that a process cannot be started yet or can be again; shown in decisions."""
         self.launches.waits(event.worker_id, event.reason)
-        self.soon(now)
+        self.soon()
 
-    def arrived(self, now: float) -> None:
+    def arrived(self) -> None:
         """Requests a decision for a new request if a pool is empty."""
         if self._lacks_workers:
-            self.soon(now)
+            self.soon()
 
-    def soon(self, now: float) -> None:
+    def soon(self) -> None:
         """Requests a decision as soon as allowed (_SOONEST_S after the last decision)."""
         if self.active:
-            self._set_timer(min(self._due, max(now, self._decided_at + _SOONEST_S)))
+            self._set_timer(min(self._due, max(self._clock.now, self._decided_at + _SOONEST_S)))
 
     # ---- Decisions.
 
-    def decide(self, now: float) -> list[Drain | Flip]:
+    def decide(self) -> list[Drain | Flip]:
         """Decides now, starts processes, and sets the timer of the next decision.
 
         Returns:
             Drains and flips of attached workers, which the caller must carry out.
         """
+        now = self._clock.now
         span_s, self._decided_at = now - self._decided_at, now
         self._set_timer(now + self._policy.interval_s)
         # Before the decision, so that a stuck process no longer counts and gets replaced.
         self.launches.give_up_stuck(self._workers.fleets.stable, self.start_timeout_s, now)
-        observation = self._observe(now)
-        decision = self._policy.decide(observation, now)
-        of_attached = self._apply(decision.actions, observation, now)
+        config = self._policy_config()
+        observation = self._observe(config)
+        decision = self._policy.decide(observation, config, now)
+        of_attached = self._apply(decision.actions, observation)
         decision = replace(
             decision,
-            prefill=self._explained(decision.prefill, now),
-            decode=self._explained(decision.decode, now),
+            prefill=self._explained(decision.prefill),
+            decode=self._explained(decision.decode),
         )
         # Workers that were not started by this coordinator and that it does not drain.
         num_guests = Counter(
@@ -328,17 +325,13 @@ class Scaler:
         self._seen = observation
         empty = [one.target == 0 for one in (decision.prefill, decision.decode)]
         # A worker of either pool serves requests where the pools share their work.
-        self._lacks_workers = (
-            all(empty) if share_work(observation, self._policy.config) else any(empty)
-        )
+        self._lacks_workers = all(empty) if share_work(observation, config) else any(empty)
         self._emit(ev.Decided(decision))
         return of_attached
 
     # ---- Private methods
 
-    def _apply(
-        self, actions: Iterable[Action], observation: Observation, now: float
-    ) -> list[Drain | Flip]:
+    def _apply(self, actions: Iterable[Action], observation: Observation) -> list[Drain | Flip]:
         """Starts and ends processes; returns the drains and flips of attached workers."""
         of_attached: list[Drain | Flip] = []
         views = {view.worker_id: view for view in observation.workers}
@@ -347,7 +340,7 @@ class Scaler:
         )
         for action in actions:
             if isinstance(action, SetSize):
-                self._start(action.pool, action.num_workers - present[action.pool], now)
+                self._start(action.pool, action.num_workers - present[action.pool])
                 continue
             view = views.get(action.worker_id)
             if view is None:
@@ -362,8 +355,8 @@ class Scaler:
                 of_attached.append(action)
         return of_attached
 
-    def _limit_policy(self) -> None:
-        """Passes fixed sizes to the policy, as equal lower and upper limits."""
+    def _policy_config(self) -> ScalingConfig:
+        """Returns the limits that the policy gets: fixed sizes are equal lower and upper limits."""
         config, limits = self._config, {}
         stable = self._workers.fleets.stable.revision
         for pool in POOLS:
@@ -373,7 +366,7 @@ class Scaler:
         max_gpus = config.max_gpus
         if max_gpus is not None:
             max_gpus = max(0, max_gpus - self._reserved_gpus)
-        self._policy.config = replace(
+        return replace(
             config,
             prefill=limits[Pool.PREFILL],
             decode=limits[Pool.DECODE],
@@ -383,19 +376,18 @@ class Scaler:
 
     def _move_sizes(self, worker_id: str, pool: Pool, into: Pool, before: float) -> None:
         self._sizes.move(pool, into, before, started_here=self.launches.has(worker_id))
-        self._limit_policy()
 
     def _set_timer(self, at: float) -> None:
         self._due = at
         self._timers.set(CoreTimer.SCALING, at)
 
-    def _observe(self, now: float) -> Observation:
+    def _observe(self, config: ScalingConfig) -> Observation:
         """Returns the observation that the policy decides by.
 
         Workers that another process started count if the load or an operator sizes their pool; the
         scaler never drains them. They do not count in a pool that keeps its configured size.
         """
-        observation = self._observer.observe(self._policy.config, now, self.launches.views())
+        observation = self._observer.observe(config, self._clock.now, self.launches.views())
         found = tuple(
             replace(
                 view,
@@ -425,16 +417,18 @@ class Scaler:
         by_hand = self._sizes.by_hand(pool) is not None
         return self.launches.has(worker_id) or self.autoscale or by_hand
 
-    def _start(self, pool: Pool, number: int, now: float) -> None:
+    def _start(self, pool: Pool, number: int) -> None:
         """Starts workers; after failed starts, sets the timer for the next attempt."""
+        now = self._clock.now
         if number <= 0:
             return
         self.launches.start(pool, number, now)
         if now < (again_at := self.launches.not_before(pool)):
             self._set_timer(min(self._due, again_at))
 
-    def _explained(self, decision: PoolDecision, now: float) -> PoolDecision:
+    def _explained(self, decision: PoolDecision) -> PoolDecision:
         """Adds the fixed size and the problems of starting workers to a decision's reason."""
+        now = self._clock.now
         pool, reason = decision.pool, decision.reason
         fixed = self._sizes.fixed(pool)
         if fixed is not None and self.autoscale:

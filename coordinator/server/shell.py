@@ -127,7 +127,6 @@ class Shell:
         self.profiles = Profiles(self._command)
         self.cache_drops = CacheDrops(self._command)
         self.renders = Renders(self._command)
-        self._refusal: BatonError | None = None
         self._leave_error: BatonError | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -268,15 +267,15 @@ class Shell:
         if link is not None and hello.generation == self.generation:
             # This frees room in the link, which may be at its limit, for the commands that follow.
             link.acknowledge(hello.ack)
-        self._refusal = None
         returns = hello.generation not in (0, self.generation)
         # A link that is not used may belong to this very return, if its welcome was lost.
         forgets = returns and link is not None and link.is_used
         if link is not None and forgets:
             # Messages of an older stream must not reach the new link's worker.
             link.leave()
+        # The core refuses the worker for the same reason, with an effect that is only logged.
+        refusal = self.core.workers.refusal(hello)
         self.post(ev.WorkerAttached(hello, returns, forgets))
-        refusal, self._refusal = self._refusal, None
         if refusal is not None:
             raise refusal
         link = self._links.get((hello.worker_id, hello.incarnation))
@@ -407,7 +406,6 @@ class Shell:
             )
 
     def _refuse_worker(self, effect: ev.RefuseWorker) -> None:
-        self._refusal = effect.error
         _log.warning("worker refused: %s", effect.error, extra={"worker": effect.worker[0]})
 
     def _fence_worker(self, effect: ev.FenceWorker) -> None:

@@ -59,12 +59,13 @@ TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     },
     RequestState.HANDING_OFF: _ENDED | {RequestState.DECODING, RequestState.RECOVERING},
     RequestState.DECODING: _ENDED | {RequestState.RECOVERING, RequestState.PARKED},
-    # The request waits in its lane for another attempt. To DECODING: its worker has come back.
+    # The worker of the request was lost or left, and the request waits in its lane for another
+    # attempt. To DECODING: its worker has come back.
     RequestState.RECOVERING: _ENDED | {RequestState.PREFILLING, RequestState.DECODING},
     RequestState.FINISHED: frozenset(),
     RequestState.FAILED: frozenset(),
     RequestState.CANCELLED: frozenset(),
-    # The request made room for interactive work and waits in its lane for another turn. To
+    # The request was taken off a worker that goes on, and waits in its lane for another turn. To
     # RECOVERING: no worker for it is attached, so the recovery timeout applies from now on.
     RequestState.PARKED: _ENDED | {RequestState.PREFILLING, RequestState.RECOVERING},
 }

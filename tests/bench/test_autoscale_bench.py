@@ -104,7 +104,7 @@ def test_the_settings_of_hpa_have_different_depths():
         )
         load = DecodeLoad(num_in_prefill=4, num_decodes=10)
         seen = Observation(0.0, workers, scene.latency, decode=load)
-        sizes.append(policy.decide(seen, 0.0).prefill.target)
+        sizes.append(policy.decide(seen, policy.config, 0.0).prefill.target)
     # Four prompts on two workers: depth 2, twice that of the second setting.
     assert sizes == [2, 4, 6]
 

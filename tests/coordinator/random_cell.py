@@ -341,7 +341,7 @@ class RandomCell:
             assert core.num_running(lane) == 0
             assert core.num_queued(lane) == 0
             for fleet in core.fleets:
-                assert core._lifecycle.lanes.waits.work_s(lane, fleet) == 0
+                assert core._parts.lanes.waits.work_s(lane, fleet) == 0
         assert not core._adoption._orphans
         for worker in core.workers:
             assert worker.flip is None, worker

@@ -19,6 +19,7 @@ from baton.coordinator.routing.loads.worker_traits import WorkerTraits
 from baton.coordinator.routing.prefix_fetches import PrefixFetches
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.core_clock import CoreClock
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import PromptHits, RequestState, WorkerKey
 from baton.runtime.block_hashes import block_hashes
@@ -57,7 +58,8 @@ class Cell:
     def __init__(
         self, *workers: str, kv_tokens: int = 65536, itl_s: float = ITL_S, longest_gap: float = 1.2
     ) -> None:
-        self.view = FleetView(256, 256, StepTargets(itl_s, longest_gap * itl_s, 0.2))
+        self.clock = CoreClock()
+        self.view = FleetView(self.clock, 256, 256, StepTargets(itl_s, longest_gap * itl_s, 0.2))
         self.prompts = PromptDemand()
         self.choices = elastic_choices(self.view, prompts=self.prompts)
         for name in workers:
@@ -155,7 +157,7 @@ def test_decodes_share_few_workers_for_a_while_after_a_late_prompt():
     cell.prompts.was_late(cell.view.now)
     cell.start()
     assert sorted(cell.num_decodes()) == [0, MOST_BESIDE_PROMPTS + 1]
-    cell.view.now += 60
+    cell.clock.now += 60
     cell.start()
     assert sorted(cell.num_decodes()) == [1, MOST_BESIDE_PROMPTS + 1]
 

@@ -16,6 +16,7 @@ from baton.coordinator.routing.fleet_view import FleetView
 from baton.coordinator.routing.loads.worker_traits import WorkerTraits
 from baton.coordinator.routing.speeds.transfers import Transfers
 from baton.coordinator.state import events as ev
+from baton.coordinator.state.core_clock import CoreClock
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import Request
 from baton.runtime.block_hashes import block_hashes
@@ -43,7 +44,7 @@ def view(*names: str, **changes) -> FleetView:
         "host_bytes_per_s": 1e10,
         **changes,
     }
-    found = FleetView(256, 256, StepTargets(0.05, 0.06, 0.2))
+    found = FleetView(CoreClock(), 256, 256, StepTargets(0.05, 0.06, 0.2))
     for name in names:
         found.add_worker(
             (name, 1), WorkerTraits(FixedLatency(MODEL), name, 65536, BLOCK, **values), Pool.PREFILL
@@ -211,7 +212,7 @@ def test_a_holder_sends_one_prefix_after_the_other():
 
 
 def test_speeds_are_measured_by_pair():
-    found = Transfers()
+    found = Transfers(CoreClock())
 
     def seconds(pair, *, near=False):
         return found.seconds(pair, 10**9, near=near)
@@ -235,7 +236,7 @@ def test_speeds_are_measured_by_pair():
 
 
 def test_handoffs_have_assumed_speeds_until_their_kind_is_measured():
-    found = Transfers()
+    found = Transfers(CoreClock())
     found.begins(A, 0.1, near=False)
     assert found.handoff_s((A, B), 10**9, near=False) == pytest.approx(1.0)
     assert found.handoff_s((A, B), 10**9, near=True) == pytest.approx(0.2)
@@ -247,13 +248,14 @@ def test_handoffs_have_assumed_speeds_until_their_kind_is_measured():
 
 
 def test_what_was_slow_is_tried_again_some_time():
-    found = Transfers()
+    clock = CoreClock()
+    found = Transfers(clock)
     found.observe_timeout((A, B), 10**9, 1.0, near=False)
     # It would have taken longer than it was waited for.
     assert found.seconds((A, B), 10**9, near=False) == pytest.approx(2.0)
-    found.now += 600
+    clock.now += 600
     assert found.seconds((A, B), 10**9, near=False) == pytest.approx(1.0)
-    found.now += 6000
+    clock.now += 6000
     assert found.seconds((A, B), 10**9, near=False) == pytest.approx(0.1)
 
 
@@ -285,7 +287,7 @@ def test_a_network_faster_than_assumed_makes_fetches_pay():
 
 
 def test_a_handoff_shows_that_the_network_is_not_slower():
-    found = Transfers()
+    found = Transfers(CoreClock())
     found.observe_timeout((A, B), 10**9, 1.0, near=False)
     found.observe_at_most((A, B), 10**9, 4.0, near=False)
     assert found.seconds((A, B), 10**9, near=False) == pytest.approx(2.0)
@@ -294,7 +296,7 @@ def test_a_handoff_shows_that_the_network_is_not_slower():
 
 
 def test_the_first_fetch_is_tried_alone():
-    found = Transfers()
+    found = Transfers(CoreClock())
     found.begins(A, 0.1, near=False)
     assert found.seconds((C, B), 10**9, near=False) == math.inf
     assert found.seconds((C, B), 10**9, near=True) == pytest.approx(0.1)

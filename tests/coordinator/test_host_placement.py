@@ -13,6 +13,7 @@ from baton.coordinator.routing.loads.worker_load import WorkerLoad
 from baton.coordinator.routing.loads.worker_traits import WorkerTraits
 from baton.coordinator.routing.prefixes.prefix_match import HeldPrefix
 from baton.coordinator.state import events as ev
+from baton.coordinator.state.core_clock import CoreClock
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import PromptHits
 from baton.runtime.block_hashes import block_hashes
@@ -50,7 +51,7 @@ def load_of(kind: WorkerTraits) -> WorkerLoad:
 
 
 def view(*names: str, **changes) -> FleetView:
-    found = FleetView(256, 256, StepTargets(0.05, 0.06, 0.2))
+    found = FleetView(CoreClock(), 256, 256, StepTargets(0.05, 0.06, 0.2))
     for name in names:
         found.add_worker((name, 1), traits(**changes), Pool.PREFILL)
     return found

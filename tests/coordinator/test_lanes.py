@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 from baton.coordinator.lanes import tenants as tenants_module
 from baton.coordinator.lanes.lanes import Lanes
 from baton.coordinator.state import events as ev
+from baton.coordinator.state.core_clock import CoreClock
 from baton.coordinator.state.fleets import Fleets
 from baton.coordinator.state.lanes import LANES
 from baton.coordinator.state.requests import Request, StreamKey, Submission
@@ -75,7 +76,8 @@ class LanesMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lanes = Lanes(CONFIG, TenantConfig(), TENANTS)
+        self.clock = CoreClock()
+        self.lanes = Lanes(self.clock, CONFIG, TenantConfig(), TENANTS)
         self.numbers = itertools.count()
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -111,7 +113,8 @@ class LanesMachine(RuleBasedStateMachine):
     def push(self, tenant, lane, num_prompt, known, is_resumed, growth_s):
         one = request(next(self.numbers), tenant, lane, num_prompt, known)
         one.growth_s, one.is_resumed = growth_s, is_resumed
-        self.lanes.push(one, one.submitted_at)
+        self.clock.now = one.submitted_at
+        self.lanes.push(one)
         self.waiting.append(one)
 
     @rule(data=st.data())
@@ -187,7 +190,7 @@ class LanesMachine(RuleBasedStateMachine):
     def come_back(self, data):
         one = data.draw(st.sampled_from(self.running))
         self.running.remove(one)
-        self.lanes.push(one, 0.0)
+        self.lanes.push(one)
         self.waiting.append(one)
 
     @precondition(lambda self: self.running or self.waiting)
@@ -195,8 +198,8 @@ class LanesMachine(RuleBasedStateMachine):
     def end(self, data):
         one = data.draw(st.sampled_from(self.running + self.waiting))
         (self.running if one in self.running else self.waiting).remove(one)
-        self.lanes.ended(one, 0.0)
-        self.lanes.ended(one, 0.0)
+        self.lanes.ended(one)
+        self.lanes.ended(one)
         self.lanes.served(one, 1)
 
     @invariant()
@@ -210,7 +213,7 @@ class LanesMachine(RuleBasedStateMachine):
 
     def teardown(self):
         for one in self.running + self.waiting:
-            self.lanes.ended(one, 0.0)
+            self.lanes.ended(one)
         self.lanes.check_integrity()
         assert len(self.lanes) == 0
 
@@ -222,48 +225,52 @@ def test_no_request_is_lost_or_yielded_twice_or_held_back():
 
 
 def test_tenants_take_turns_by_served_tokens():
-    lanes = Lanes(LanesConfig())
+    lanes = Lanes(CoreClock(), LanesConfig())
     for number in range(6):
-        lanes.push(request(number, "long", num_prompt=100), 0.0)
+        lanes.push(request(number, "long", num_prompt=100))
     for number in range(6, 18):
-        lanes.push(request(number, "short", num_prompt=25), 0.0)
+        lanes.push(request(number, "short", num_prompt=25))
     order = [int(one[1:]) >= 6 for one in dispatch(lanes, 10)]
     # Four short requests have the tokens of one long request.
     assert (order.count(False), order.count(True)) == (2, 8)
 
 
 def test_a_tenant_at_its_limit_is_skipped_and_its_share_does_not_accumulate():
-    lanes = Lanes(LanesConfig(), TenantConfig(), {"narrow": TenantConfig(max_concurrent=1)})
+    lanes = Lanes(
+        CoreClock(), LanesConfig(), TenantConfig(), {"narrow": TenantConfig(max_concurrent=1)}
+    )
     mine = [request(number, "narrow") for number in range(3)]
     theirs = [request(number, "wide") for number in range(3, 40)]
     for one in mine + theirs:
-        lanes.push(one, 0.0)
+        lanes.push(one)
     assert dispatch(lanes, 20) == ["r0", *(f"r{number}" for number in range(3, 22))]
-    lanes.ended(mine[0], 0.0)
+    lanes.ended(mine[0])
     # It joins at the level of the other tenant, with one request.
     assert dispatch(lanes, 3) == ["r1", "r22", "r23"]
 
 
 def test_a_long_prompt_lets_those_go_first_whose_first_token_is_due_sooner():
     """Its target is 2.5 s longer; requests with the same target keep the order of arrival."""
-    lanes = Lanes(LanesConfig())
+    clock = CoreClock()
+    lanes = Lanes(clock, LanesConfig())
     long, *short = (request(number) for number in range(5))
     long.growth_s = 2.5
     for one in (long, *short):
-        lanes.push(one, one.submitted_at)
+        clock.now = one.submitted_at
+        lanes.push(one)
     assert dispatch(lanes) == ["r1", "r2", "r0", "r3", "r4"]
 
 
 def test_the_predicted_wait_leaves_out_what_a_short_prompt_overtakes():
-    lanes = Lanes(LanesConfig())
-    lanes.now = 7.0
-    for number, growth_s in ((5, 2.5), (6, 0.0), (7, 0.0)):
+    clock = CoreClock(7.0)
+    lanes = Lanes(clock, LanesConfig())
+    for number, growth_s in ((5, 0.5), (6, 0.0), (7, 0.0)):
         one = request(number)
         one.growth_s = growth_s
-        lanes.push(one, one.submitted_at, work_s=1.0 + number)
+        lanes.push(one, work_s=1.0 + number)
     arrives = request(8).submission
     waits = [
-        lanes.waits.turn_s(arrives, FLEET, growth_s, lanes.now, 1.0, 1.0)
+        lanes.waits.turn_s(arrives, FLEET, growth_s, clock.now, 1.0, 1.0)
         for growth_s in (0.0, 0.5, 9.0)
     ]
     free = 1 / (1 - LanesConfig().batch.share)
@@ -271,22 +278,22 @@ def test_the_predicted_wait_leaves_out_what_a_short_prompt_overtakes():
 
 
 def test_returned_requests_go_before_new_ones_ordered_by_arrival():
-    lanes = Lanes(LanesConfig())
+    lanes = Lanes(CoreClock(), LanesConfig())
     all_of_them = [request(number) for number in range(4)]
     for one in all_of_them:
-        lanes.push(one, 0.0)
+        lanes.push(one)
     dispatch(lanes, 3)
     for number in (2, 0, 1):
-        lanes.push(all_of_them[number], 0.0)
+        lanes.push(all_of_them[number])
     assert dispatch(lanes) == ["r0", "r1", "r2", "r3"]
 
 
 def test_a_skipped_lane_leaves_its_turn_to_the_other_lane():
-    lanes = Lanes(LanesConfig())
-    lanes.push(request(0, num_prompt=500), 0.0)
-    lanes.push(request(1), 0.0)
+    lanes = Lanes(CoreClock(), LanesConfig())
+    lanes.push(request(0, num_prompt=500))
+    lanes.push(request(1))
     for number in (2, 3):
-        lanes.push(request(number, lane=BATCH), 0.0)
+        lanes.push(request(number, lane=BATCH))
     taken = []
     for one in lanes.candidates():
         if one.num_prompt_tokens < 500:
@@ -297,10 +304,10 @@ def test_a_skipped_lane_leaves_its_turn_to_the_other_lane():
 
 
 def test_a_deferred_request_goes_behind_the_others_of_its_lane():
-    lanes = Lanes(LanesConfig())
+    lanes = Lanes(CoreClock(), LanesConfig())
     all_of_them = [request(0), request(1), request(2), request(3, "b", BATCH)]
     for one in all_of_them[:2]:
-        lanes.push(one, 0.0)
+        lanes.push(one)
     order = []
     for one in lanes.candidates():
         order.append(one.id)
@@ -310,34 +317,34 @@ def test_a_deferred_request_goes_behind_the_others_of_its_lane():
     # The deferred ones are looked at once more in the round, until the first finds no place.
     assert order == ["r0", "r1", "r0"]
     for one in all_of_them[2:]:
-        lanes.push(one, 0.0)
+        lanes.push(one)
     assert lanes.num_queued(INTERACTIVE) == 3
     assert dispatch(lanes) == ["r2", "r0", "r1", "r3"]
     lanes.check_integrity()
     # A late request that lost its worker does not wait behind the lane again.
     for one in (all_of_them[0], request(4)):
-        lanes.push(one, 0.0)
+        lanes.push(one)
     assert not all_of_them[0].is_late
     assert dispatch(lanes) == ["r0", "r4"]
     lanes.check_integrity()
 
 
 def test_long_interactive_prompts_are_ordered_in_the_batch_lane():
-    lanes = Lanes(LanesConfig(long_prompt_tokens=100))
+    lanes = Lanes(CoreClock(), LanesConfig(long_prompt_tokens=100))
     long = request(0, num_prompt=101)
-    lanes.push(long, 0.0)
-    lanes.push(request(1, "b", BATCH), 0.0)
-    lanes.push(request(2, num_prompt=100), 0.0)
+    lanes.push(long)
+    lanes.push(request(1, "b", BATCH))
+    lanes.push(request(2, num_prompt=100))
     assert lanes.num_queued(INTERACTIVE) == 2
     assert lanes.oldest(INTERACTIVE) is long
     assert dispatch(lanes) == ["r2", "r0", "r1"]
 
 
 def test_prompt_tokens_from_a_cache_are_not_charged():
-    lanes = Lanes(LanesConfig())
+    lanes = Lanes(CoreClock(), LanesConfig())
     hit, miss = request(0, "hit", num_prompt=100), request(1, "miss", num_prompt=100)
     for one in (hit, miss, *(request(number, "hit") for number in range(2, 8)), request(8, "miss")):
-        lanes.push(one, 0.0)
+        lanes.push(one)
     dispatch(lanes, 2)
     lanes.cached(hit, 40)
     assert dispatch(lanes) == ["r2", "r3", "r4", "r5", "r8", "r6", "r7"]
@@ -345,13 +352,13 @@ def test_prompt_tokens_from_a_cache_are_not_charged():
 
 def test_cached_prompt_tokens_are_given_back_once_for_all_attempts():
     """An attempt that follows a lost one is not charged for its prompt."""
-    lanes = Lanes(LanesConfig())
+    lanes = Lanes(CoreClock(), LanesConfig())
     hit, miss = request(0, "hit", num_prompt=100), request(1, "miss", num_prompt=100)
     for one in (hit, miss, *(request(number, "hit") for number in range(2, 8)), request(8, "miss")):
-        lanes.push(one, 0.0)
+        lanes.push(one)
     dispatch(lanes, 2)
     lanes.cached(hit, 40)
-    lanes.push(hit, 1.0)
+    lanes.push(hit)
     assert next(lanes.candidates()) is hit
     lanes.dispatched(hit, 0)
     lanes.cached(hit, 40)
@@ -362,27 +369,29 @@ def test_idle_tenants_without_debt_are_forgotten(monkeypatch):
     """Otherwise, the third idle tenant would push out the one with a debt."""
     monkeypatch.setattr(tenants_module, "_MAX_IDLE", 2)
     rates = {"limited": TenantConfig(tokens_per_s=1.0, burst_tokens=100)}
-    lanes = Lanes(LanesConfig(), TenantConfig(), rates)
+    clock = CoreClock()
+    lanes = Lanes(clock, LanesConfig(), TenantConfig(), rates)
     limited = request(0, "limited")
-    lanes.push(limited, 0.0, 100)
+    lanes.push(limited, 100)
     dispatch(lanes)
-    lanes.ended(limited, 0.0)
+    lanes.ended(limited)
+    clock.now = 1.0
     for number in range(1, 10):
-        lanes.push(request(number, f"t{number}"), 1.0)
-        lanes.ended(request(number, f"t{number}"), 1.0)
+        lanes.push(request(number, f"t{number}"))
+        lanes.ended(request(number, f"t{number}"))
         lanes.check_integrity()
-        assert lanes.rate_error("limited", 100, 1.0) is not None
+        assert lanes.rate_error("limited", 100) is not None
 
 
 def test_the_number_of_remembered_tenants_is_bounded(monkeypatch):
     monkeypatch.setattr(tenants_module, "_MAX_IDLE", 20)
-    lanes = Lanes(LanesConfig(), TenantConfig(tokens_per_s=1.0))
+    lanes = Lanes(CoreClock(), LanesConfig(), TenantConfig(tokens_per_s=1.0))
     for number in range(100):
         one = request(number, f"t{number}")
-        lanes.push(one, 0.0, 10)
+        lanes.push(one, 10)
         dispatch(lanes)
-        lanes.ended(one, 0.0)
-    in_debt = [number for number in range(100) if lanes.rate_error(f"t{number}", 10, 0.0)]
+        lanes.ended(one)
+    in_debt = [number for number in range(100) if lanes.rate_error(f"t{number}", 10)]
     assert len(in_debt) == 20
     lanes.check_integrity()
 

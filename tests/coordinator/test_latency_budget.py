@@ -65,7 +65,8 @@ def causes(world) -> list[tuple[Cause, str]]:
 
 
 def park(world):
-    world.core._lifecycle.park(world.core.request("r1"), world.now)
+    world.core._clock.now = world.now
+    world.core._attempts.park(world.core.request("r1"))
 
 
 def lose(world):

@@ -245,7 +245,7 @@ def test_an_abort_keeps_a_starting_decode_worker_that_an_output_needs(launched, 
     made.wait(5)
     assert "decode-r2-1" not in made.ended
     # The canary has 3 of 6 GPUs. The pools count the draining worker's GPU themselves.
-    assert made.core.scaler._policy.config.max_gpus == 6 - 3 + 1
+    assert made.core.scaler._policy_config().max_gpus == 6 - 3 + 1
     if comes:
         made.come_up()
         made.wait(2)

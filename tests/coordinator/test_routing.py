@@ -17,6 +17,7 @@ from baton.coordinator.routing.fleet_view import FleetView
 from baton.coordinator.routing.loads.worker_load import NO_QUEUE_LIMIT, QueueLimit
 from baton.coordinator.routing.loads.worker_traits import WorkerTraits
 from baton.coordinator.routing.request_needs import DecodeNeeds
+from baton.coordinator.state.core_clock import CoreClock
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import SessionKey, WorkerKey
 from baton.runtime.block_hashes import block_hashes
@@ -44,7 +45,7 @@ class Cluster:
     """A view and its requests, from the choice to the first token."""
 
     def __init__(self, *prefill: str, max_requests: int = 256) -> None:
-        self.view = FleetView(max_requests, max_requests)
+        self.view = FleetView(CoreClock(), max_requests, max_requests)
         for name in prefill:
             self.view.add_worker(key(name), traits(), Pool.PREFILL)
         self.prompts: dict[str, tuple[WorkerKey, list[int]]] = {}
@@ -210,7 +211,7 @@ def test_full_gone_and_paused_workers_get_nothing() -> None:
 
 
 def decode_view(*workers: tuple[str, WorkerTraits], max_requests: int = 256) -> FleetView:
-    view = FleetView(max_requests, max_requests)
+    view = FleetView(CoreClock(), max_requests, max_requests)
     for name, one in workers:
         view.add_worker(key(name), one, Pool.DECODE)
     return view
@@ -428,7 +429,7 @@ _STEPS = st.lists(
 
 @given(_STEPS)
 def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -> None:
-    view = FleetView(3, 4)
+    view = FleetView(CoreClock(), 3, 4)
     choices = pool_choices(view)
     names = [f"w{number}" for number in range(4)]
     # The workers that each request was assigned to.

@@ -291,7 +291,7 @@ async def test_tokens_in_columns_of_different_length_fence(coordinator, say_hell
 async def test_a_message_that_cannot_be_applied_is_not_asked_for_again(
     coordinator, say_hello, monkeypatch
 ):
-    def broken(event: ev.WorkerStep, now: float) -> None:
+    def broken(event: ev.WorkerStep) -> None:
         raise ValueError("a bug")
 
     monkeypatch.setitem(coordinator.shell.core._handlers, ev.WorkerStep, broken)

@@ -101,7 +101,7 @@ class WaitingMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "cell"):
             return
-        cell, lanes = self.cell, self.cell.core._lifecycle.lanes
+        cell, lanes = self.cell, self.cell.core._parts.lanes
         for name in sorted(self.lost):
             self.come(name)
         cell.run(cell.now + 100)

@@ -16,6 +16,7 @@ from worker_choices import pool_choices
 
 from baton.coordinator.routing.fleet_view import FleetView
 from baton.coordinator.routing.loads.worker_traits import WorkerTraits
+from baton.coordinator.state.core_clock import CoreClock
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.block_hashes import block_hashes
@@ -121,7 +122,7 @@ def replay(
     Args:
         num_blocks: Blocks of each worker's cache; changes are reported at the end of a prompt.
     """
-    view, outcome = FleetView(len(trace), 1), Outcome()
+    view, outcome = FleetView(CoreClock(), len(trace), 1), Outcome()
     choices = pool_choices(view)
     workers = [(f"w{number}", 1) for number in range(num_workers)]
     caches = {worker: LruCache(num_blocks) for worker in workers}

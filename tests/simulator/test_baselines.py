@@ -33,7 +33,7 @@ def observation(num_prefill: int, num_decode: int, in_prefill: int, decodes: int
 
 
 def sizes(hpa: Hpa, now: float, *numbers: int) -> tuple[int, int]:
-    decision = hpa.decide(observation(*numbers), now)
+    decision = hpa.decide(observation(*numbers), hpa.config, now)
     return decision.prefill.target, decision.decode.target
 
 
@@ -67,8 +67,8 @@ def test_a_pool_shrinks_to_the_largest_size_wanted_within_five_minutes():
 
 def test_actions_change_the_pools_to_the_decided_sizes():
     one = hpa()
-    one.decide(observation(4, 4, 8, 40), 0.0)
-    decision = one.decide(observation(4, 4, 16, 20), 400.0)
+    one.decide(observation(4, 4, 8, 40), one.config, 0.0)
+    decision = one.decide(observation(4, 4, 16, 20), one.config, 400.0)
     assert SetSize(Pool.PREFILL, 8) in decision.actions
     assert sum(isinstance(action, Drain) for action in decision.actions) == 2
 

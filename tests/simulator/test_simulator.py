@@ -155,7 +155,7 @@ class Script(Static):
         self._began_at = None
         self.seen = []
 
-    def decide(self, observation, now):
+    def decide(self, observation, config, now):
         self._began_at = now if self._began_at is None else self._began_at
         self.seen.append(observation)
         actions = self._actions.pop(now - self._began_at, ())

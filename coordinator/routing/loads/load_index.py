@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from baton.coordinator.routing.loads.least_loaded import LeastLoaded, Position
 from baton.coordinator.routing.loads.worker_load import WorkerLoad
 from baton.coordinator.routing.loads.worker_traits import Latency
+from baton.coordinator.state.core_clock import CoreClock
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.step_budget import StepTargets
@@ -25,6 +26,7 @@ class LoadIndex:
     After a change of its prompts alone, `update_prompts` does the same at a fraction of the cost.
 
     Args:
+        clock: Time of the event that the core handles.
         max_prefill_requests: Limit of prompts assigned to one worker.
         max_decode_requests: Limit of decodes assigned to one worker; the engine's own limit of
             requests per step (max_seqs) applies too. A worker at its limit is full: no index except
@@ -46,12 +48,13 @@ class LoadIndex:
 
     def __init__(
         self,
+        clock: CoreClock,
         max_prefill_requests: int,
         max_decode_requests: int,
         step_targets: StepTargets | None = None,
     ) -> None:
         self.step_targets = step_targets
-        self.now = 0.0
+        self._clock = clock
         self._max_prefills, self._max_decodes = max_prefill_requests, max_decode_requests
         self.entries: dict[WorkerKey, WorkerLoad] = {}
         self.kinds: Counter[tuple[Latency, int]] = Counter()
@@ -220,7 +223,7 @@ class LoadIndex:
         """Updates all indexes after a change of a worker's load or pool."""
         worker, pool = entry.key, self._pools.get(entry.key)
         if self.step_targets is not None:
-            entry.predict_prompt_speed(self.step_targets, self.now)
+            entry.predict_prompt_speed(self.step_targets, self._clock.now)
         self.update_prompts(entry)
         if self.decodes(pool) and entry.decodes.parkable_tokens:
             self.by_parkable.set(worker, -entry.free_tokens - entry.decodes.parkable_tokens)

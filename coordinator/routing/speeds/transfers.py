@@ -8,6 +8,7 @@ from itertools import islice
 from typing import TypeAlias
 
 from baton.coordinator.routing.speeds.mean_speed import LEAST_BYTES, MeanSpeed, with_latest
+from baton.coordinator.state.core_clock import CoreClock
 from baton.coordinator.state.requests import WorkerKey
 
 Pair: TypeAlias = tuple[WorkerKey, WorkerKey]
@@ -32,12 +33,12 @@ class Transfers:
     A pair that has moved nothing lately is assumed to be as fast as the other pairs of its kind:
     workers of one host, or of different hosts.
 
-    Attributes:
-        now: time by the core's clock; the owner sets it before each use.
+    Args:
+        clock: Time of the event that the core handles.
     """
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    def __init__(self, clock: CoreClock) -> None:
+        self._clock = clock
         self._pairs: OrderedDict[Pair, MeanSpeed] = OrderedDict()
         # By whether the workers are on one host.
         self._kinds: dict[bool, MeanSpeed] = {}
@@ -57,12 +58,12 @@ class Transfers:
         """
         found = self._measured(pair, near=near)
         if found is None:
-            is_trying = self.now - self._tried_at.get(near, -math.inf) < _TRIAL_S
+            is_trying = self._clock.now - self._tried_at.get(near, -math.inf) < _TRIAL_S
             return math.inf if is_trying else num_bytes * _GUESS
         if found.s_per_byte <= _GUESS:
             return num_bytes * found.s_per_byte
         # A pair that was slow is not used, so its speed would never be measured again.
-        return num_bytes * max(_GUESS, found.s_per_byte * found.share(self.now))
+        return num_bytes * max(_GUESS, found.s_per_byte * found.share(self._clock.now))
 
     def handoff_s(self, pair: Pair, num_bytes: float, *, near: bool) -> float:
         """Predicted seconds that the bytes of a handoff take; always finite.
@@ -79,7 +80,7 @@ class Transfers:
     def _measured(self, pair: Pair, *, near: bool) -> MeanSpeed | None:
         """The latest measurement of a pair, or of its kind."""
         found = self._pairs.get(pair)
-        if found is None or not found.is_recent(self.now):
+        if found is None or not found.is_recent(self._clock.now):
             return self._kinds.get(near)
         return found
 
@@ -94,20 +95,22 @@ class Transfers:
 
     def wait_s(self, holder: WorkerKey) -> float:
         """Predicted seconds until a worker has sent all blocks that it was told to send."""
-        return max(0.0, self._free_at.get(holder, self.now) - self.now)
+        return max(0.0, self._free_at.get(holder, self._clock.now) - self._clock.now)
 
     def begins(self, holder: WorkerKey, sending_s: float, *, near: bool) -> None:
         """Records that a worker was told to send blocks, which takes this many seconds."""
-        self._free_at[holder] = self.now + self.wait_s(holder) + sending_s
-        self._tried_at[near] = self.now
+        self._free_at[holder] = self._clock.now + self.wait_s(holder) + sending_s
+        self._tried_at[near] = self._clock.now
 
     def observe(self, pair: Pair, num_bytes: int, seconds: float, *, near: bool) -> None:
         """Records a transfer's size and duration; a duration of 0 says nothing about the speed."""
         if num_bytes < LEAST_BYTES or seconds <= 0:
             self._tried_at.pop(near, None)
             return
-        self._pairs[pair] = with_latest(self._pairs.pop(pair, None), num_bytes, seconds, self.now)
-        self._kinds[near] = with_latest(self._kinds.get(near), num_bytes, seconds, self.now)
+        self._pairs[pair] = with_latest(
+            self._pairs.pop(pair, None), num_bytes, seconds, self._clock.now
+        )
+        self._kinds[near] = with_latest(self._kinds.get(near), num_bytes, seconds, self._clock.now)
         if len(self._pairs) > _MAX_PAIRS:
             self._pairs.popitem(last=False)
 
@@ -125,10 +128,10 @@ class Transfers:
         if num_bytes < LEAST_BYTES:
             self._tried_at.pop(near, None)
             return
-        measured = MeanSpeed(_GIVEN_UP_FACTOR * seconds / num_bytes, self.now)
+        measured = MeanSpeed(_GIVEN_UP_FACTOR * seconds / num_bytes, self._clock.now)
         self._pairs.pop(pair, None)
         self._pairs[pair] = measured
-        if near not in self._kinds or not self._kinds[near].is_recent(self.now):
+        if near not in self._kinds or not self._kinds[near].is_recent(self._clock.now):
             self._kinds[near] = measured
 
     def forget(self, worker: WorkerKey) -> None:

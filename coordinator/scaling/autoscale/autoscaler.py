@@ -48,8 +48,8 @@ class Autoscaler:
         self.config, self.interval_s = config, config.interval_s
         self._state = State()
 
-    def decide(self, observation: Observation, now: float) -> Decision:
-        decision, self._state = decide(observation, self.config, self._state, now)
+    def decide(self, observation: Observation, config: ScalingConfig, now: float) -> Decision:
+        decision, self._state = decide(observation, config, self._state, now)
         return decision
 
 

@@ -13,11 +13,18 @@ class Policy(Protocol):
     """Decides the pool sizes periodically.
 
     Attributes:
-        config: targets and limits; the scaler may replace them at any time.
+        config: targets and limits that the scaler starts with; read once.
         interval_s: seconds between two decisions.
     """
 
     config: ScalingConfig
     interval_s: float
 
-    def decide(self, observation: Observation, now: float) -> Decision: ...
+    def decide(self, observation: Observation, config: ScalingConfig, now: float) -> Decision:
+        """Makes one decision.
+
+        Args:
+            observation: the present observation.
+            config: present targets and limits; sizes set by an operator are limits too.
+            now: time by the core's clock.
+        """

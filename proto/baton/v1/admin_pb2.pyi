@@ -39,10 +39,12 @@ class _RequestStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestS
     REQUEST_STATE_FAILED: _RequestState.ValueType  # 6
     REQUEST_STATE_CANCELLED: _RequestState.ValueType  # 7
     REQUEST_STATE_RECOVERING: _RequestState.ValueType  # 8
-    """A worker died, and the request waits for or restarts on another worker."""
+    """Its worker died, failed it or left, and the request waits for another worker for a limited time.
+    Its stage is STAGE_PARKED if nothing failed, for example if the worker left after a drain.
+    """
     REQUEST_STATE_PARKED: _RequestState.ValueType  # 9
-    """The request left its worker to make room for interactive requests, or because the worker changes
-    its role or its revision ends.
+    """The request left a worker that goes on: to make room for interactive requests, or because the
+    worker changes its role or its revision ends.
     """
 
 class RequestState(_RequestState, metaclass=_RequestStateEnumTypeWrapper): ...
@@ -57,10 +59,12 @@ REQUEST_STATE_FINISHED: RequestState.ValueType  # 5
 REQUEST_STATE_FAILED: RequestState.ValueType  # 6
 REQUEST_STATE_CANCELLED: RequestState.ValueType  # 7
 REQUEST_STATE_RECOVERING: RequestState.ValueType  # 8
-"""A worker died, and the request waits for or restarts on another worker."""
+"""Its worker died, failed it or left, and the request waits for another worker for a limited time.
+Its stage is STAGE_PARKED if nothing failed, for example if the worker left after a drain.
+"""
 REQUEST_STATE_PARKED: RequestState.ValueType  # 9
-"""The request left its worker to make room for interactive requests, or because the worker changes
-its role or its revision ends.
+"""The request left a worker that goes on: to make room for interactive requests, or because the
+worker changes its role or its revision ends.
 """
 Global___RequestState: _TypeAlias = RequestState  # noqa: Y015
 
