@@ -359,7 +359,7 @@ async def test_the_dashboard_shows_one_cell(start_gateway):
     ],
 )
 def test_invalid_cells_are_refused(given, configured, error):
-    from baton.cli.gateway import configured_cells
+    from baton.cli.cells import configured_cells
     from baton.runtime.config import parse
     from baton.runtime.config_error import ConfigError
 
@@ -370,7 +370,7 @@ def test_invalid_cells_are_refused(given, configured, error):
 
 
 def test_each_cell_has_its_own_parsers():
-    from baton.cli.gateway import configured_cells
+    from baton.cli.cells import configured_cells
     from baton.runtime.config import parse
 
     config = parse(
