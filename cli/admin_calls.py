@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from baton.cli import connection, options
-
-if TYPE_CHECKING:
-    from baton.client import AdminClient
+from baton.cli import credentials, interrupts, options
+from baton.cli.output import print_json
+from baton.client import AdminClient, errors
+from baton.runtime.config_error import ConfigError
+from baton.runtime.errors import RemoteError
 
 T = TypeVar("T")
 
@@ -27,15 +28,11 @@ def call_admin(address: str | None, question: Callable[[AdminClient], Awaitable[
         RemoteError: No coordinator answers, or the coordinator refuses the call.
         ConfigError: An argument of the call is not valid UTF-8.
     """
-    from baton.cli import interrupts
-    from baton.client import errors
-    from baton.runtime.config_error import ConfigError
-    from baton.runtime.errors import RemoteError
 
     async def asking() -> T:
         failures = []
         for one in options.resolve_addresses(address):
-            admin = connection.current().admin(one)
+            admin = AdminClient(one, tls=credentials.tls(), api_key=credentials.api_key())
             try:
                 async with admin:
                     return await question(admin)
@@ -60,8 +57,6 @@ def print_progress(message: str, *, as_json: bool) -> None:
 
 def print_answer(message: str, *, as_json: bool) -> None:
     """Prints the coordinator's answer, a sentence, as text or as JSON."""
-    from baton.cli.output import print_json
-
     if as_json:
         print_json({"message": message})
     else:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
+import random
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from baton.cli import load_run, options
-
-if TYPE_CHECKING:
-    from baton.load.generator import Generator, Outcome
+from baton.cli.output import print_json, print_table
+from baton.load import compare as comparison
+from baton.load.generator import Generator, Outcome
+from baton.load.lengths import Lengths
+from baton.load.plan import LaneRule, arrival_times, generated
 
 app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]})
 # Duration of the load when neither --duration nor --requests is set.
@@ -73,11 +77,6 @@ def bench(
     """
     if context.invoked_subcommand is not None:
         return
-    import itertools
-    import random
-
-    from baton.load.lengths import Lengths
-    from baton.load.plan import LaneRule, arrival_times, generated
 
     if (rate is None) == (concurrency is None):
         raise typer.BadParameter("set exactly one of --rate and --concurrency", param_hint="--rate")
@@ -146,9 +145,6 @@ def compare(
 
     The results come from bench, replay or simulate.
     """
-    from baton.cli.output import print_json, print_table
-    from baton.load import compare as comparison
-
     try:
         rows = comparison.compared(comparison.read(a), comparison.read(b))
     except comparison.ResultError as error:

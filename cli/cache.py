@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from baton.cli import options
 from baton.cli.admin_calls import call_admin
-
-if TYPE_CHECKING:
-    from baton.client import AdminClient
-    from baton.v1 import admin_pb2
+from baton.cli.output import plain, print_json, print_table
+from baton.client import AdminClient
+from baton.v1 import admin_pb2
 
 app = typer.Typer(
     help="Delete KV blocks that workers keep.", no_args_is_help=True, rich_markup_mode=None
@@ -53,8 +52,6 @@ def drop(
     meanwhile keep their blocks and may store more: run the command again when they have ended.
     The exit code is 1 if a worker may have blocks left.
     """
-    from baton.cli.output import plain, print_json, print_table
-
     if bool(tenant or session) == everything:
         raise typer.BadParameter("give --tenant, --session or --all")
 

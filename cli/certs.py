@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Annotated
 
 import typer
 
 from baton.cli import options
+from baton.runtime.config_error import ConfigError
 
 
 def certs(
@@ -39,12 +41,9 @@ def certs(
     never overwritten. For production, use your own CA: here the CA's key lies beside the
     certificates.
     """
-    import importlib.util
-
-    from baton.runtime.config_error import ConfigError
-
     if importlib.util.find_spec("cryptography") is None:
         raise ConfigError("baton certs needs cryptography (install baton[security])")
+    # Imported here, because it needs the library that was just looked for.
     from baton.runtime import dev_certs
 
     try:

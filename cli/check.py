@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml
 
 from baton.cli import options
-from baton.runtime import quick_exit
+from baton.cli.effective_config import load_config
+from baton.cli.exit_codes import USAGE
+from baton.cli.output import print_json, print_table
+from baton.runtime import demo_model, quick_exit
+from baton.runtime.config import parse
+from baton.worker import model_check
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -51,16 +56,10 @@ def check(
 
     Exit codes: 0 the model can be served, 2 it is refused.
     """
-    from baton.cli.exit_codes import USAGE
-    from baton.cli.output import print_json
-    from baton.runtime import demo_model
-
     if write is not None and (write.exists() or write.is_symlink()):
         raise typer.BadParameter(f"{write} exists already", param_hint="--write")
     options.check_writable(write, "--write")
-    given = options.load_config(config, model=model, engine_args=engine_arg)
-    # Imported by name and late: the command line also runs where a worker's libraries are missing.
-    model_check = importlib.import_module("baton.worker.model_check")
+    given = load_config(config, model=model, engine_args=engine_arg)
     directory = demo_model.ensure(given.model, weights=False)
     resolved = given.model_copy(update={"model": directory, "served_model_name": given.model_name})
     try:
@@ -85,8 +84,6 @@ def check(
 
 def _print(model: str, found: Any) -> None:
     """Prints a ModelCheck (worker/model_check.py)."""
-    from baton.cli.output import print_table
-
     layout, staging = found.layout, found.staging
     ranks = f", {layout.num_ranks} ranks" if layout.num_ranks > 1 else ""
     print(f"{model} ({found.architecture}) can be served, on {found.device}{ranks}\n")
@@ -173,10 +170,6 @@ def _write(path: Path, values: dict[str, Any]) -> None:
         ConfigError: The values are no valid configuration.
         OSError: The file exists by now, or cannot be written.
     """
-    import yaml
-
-    from baton.runtime.config import parse
-
     parse(values, str(path))
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     with path.open("x", encoding="utf-8") as file:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import json
+from typing import Annotated
 
 import typer
 
 from baton.cli import options
-
-if TYPE_CHECKING:
-    from baton.runtime.config import BatonConfig
+from baton.cli.cells import configured_cells
+from baton.cli.output import print_json, print_table
+from baton.coordinator.state.scaling_config import check_sizes
+from baton.runtime import exposure
+from baton.runtime.addresses import split_address
+from baton.runtime.config import BatonConfig, load, shown
+from baton.runtime.config.keys import keys as known
+from baton.runtime.config_error import ConfigError
+from baton.runtime.names import did_you_mean
 
 app = typer.Typer(
     help="Check and show the configuration, and list all keys.",
@@ -26,9 +33,6 @@ def check(
     The error for an unknown key suggests the nearest known key. Files of the section security are
     checked if this user can read them.
     """
-    from baton.runtime.config import load
-    from baton.runtime.config_error import ConfigError
-
     config = load(file)
     try:
         missing = _check_as_processes_do(config)
@@ -51,10 +55,8 @@ def _check_as_processes_do(config: BatonConfig) -> dict[str, str]:
     Raises:
         ConfigError: A check failed.
     """
-    from baton.cli.gateway import configured_cells
-    from baton.coordinator.state.scaling_config import check_sizes
-    from baton.runtime import exposure, security_files
-    from baton.runtime.addresses import split_address
+    # Imported here, because it imports gRPC, which the other commands of this module do not need.
+    from baton.runtime import security_files
 
     for key, address in (
         ("coordinator.listen", config.coordinator.listen),
@@ -81,13 +83,6 @@ def keys(
     as_json: options.Json = False,
 ) -> None:
     """List all keys with their defaults and meanings."""
-    import json
-
-    from baton.cli.output import print_json, print_table
-    from baton.runtime.config.keys import keys as known
-    from baton.runtime.config_error import ConfigError
-    from baton.runtime.names import did_you_mean
-
     found = [key for key in known() if part in key.name]
     if not found:
         hint = did_you_mean(part, [key.name for key in known()])
@@ -104,6 +99,4 @@ def show(config: options.ConfigFile = None) -> None:
 
     The output contains all defaults and no secrets.
     """
-    from baton.runtime.config import load, shown
-
     print(shown(load(config)), end="")

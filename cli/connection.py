@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from baton.client import AdminClient, Tls
 
 TlsCa = Annotated[
     str,
@@ -73,56 +69,6 @@ class Connection:
     server_name: str = ""
     api_key_file: str = ""
     api_key: str = ""
-
-    def admin(self, address: str) -> AdminClient:
-        """Client of the coordinator's Admin service; raises ConfigError as `tls` and `key` do."""
-        from baton.client import AdminClient
-
-        return AdminClient(address, tls=self.tls(), api_key=self.key())
-
-    def tls(self) -> Tls | None:
-        """TLS settings; None without TLS.
-
-        Raises:
-            ConfigError: Only some of the options that belong together are set.
-        """
-        from baton.client import Tls
-        from baton.runtime.config_error import ConfigError
-
-        if bool(self.cert_file) != bool(self.key_file):
-            raise ConfigError("--tls-cert and --tls-key must be set together")
-        if not self.ca_file:
-            if self.cert_file or self.server_name:
-                raise ConfigError("--tls-cert and --tls-server-name need --tls-ca")
-            return None
-        names = ("--tls-ca", "--tls-cert", "--tls-key")
-        return Tls(self.ca_file, self.cert_file, self.key_file, self.server_name, names)
-
-    def key(self) -> str:
-        """The API key or JWT; empty without one.
-
-        Raises:
-            ConfigError: The file cannot be read, the file or variable does not hold a key or JWT,
-                or both are set.
-        """
-        from baton.runtime.config_error import ConfigError
-        from baton.runtime.secret_format import SECRETS, is_secret
-        from baton.runtime.watched_file import read_secret
-
-        if self.api_key_file and self.api_key:
-            raise ConfigError(
-                "BATON_API_KEY and BATON_API_KEY_FILE are both set: unset one of them"
-            )
-        if not self.api_key_file:
-            if self.api_key and not is_secret(self.api_key):
-                raise ConfigError(f"BATON_API_KEY: must be {SECRETS}")
-            return self.api_key
-        try:
-            return read_secret(self.api_key_file, "--api-key-file")
-        except OSError as error:
-            raise ConfigError(
-                f"--api-key-file: {self.api_key_file} cannot be read: {error.strerror}"
-            ) from None
 
 
 _current: ContextVar[Connection | None] = ContextVar("connection", default=None)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import Annotated, TypeAlias
 
 import typer
 
 from baton.cli import options
+from baton.cli.admin_calls import call_admin
+from baton.cli.output import print_json
+from baton.client import AdminClient
+from baton.client.doctor import diagnose, summary
 from baton.runtime.durations import to_seconds
+from baton.v1 import admin_pb2
 
-if TYPE_CHECKING:
-    from baton.client import AdminClient
-    from baton.v1 import admin_pb2
-
-    _Asked: TypeAlias = tuple[
-        admin_pb2.GetStatusResponse, list[admin_pb2.WorkerInfo], list[admin_pb2.RequestInfo]
-    ]
+_Answers: TypeAlias = tuple[
+    admin_pb2.GetStatusResponse, list[admin_pb2.WorkerInfo], list[admin_pb2.RequestInfo]
+]
 
 
 def doctor(
@@ -42,9 +43,6 @@ def doctor(
     if compare:
         _compare(address, as_json=as_json)
         return
-    from baton.cli.admin_calls import call_admin
-    from baton.cli.output import print_json
-    from baton.client.doctor import diagnose, summary
 
     status = call_admin(address, lambda admin: admin.get_status())
     findings = diagnose(status)
@@ -71,13 +69,12 @@ def doctor(
 
 
 def _compare(address: str | None, *, as_json: bool) -> None:
-    from baton.cli.admin_calls import call_admin
-    from baton.cli.output import print_json
+    # Imported here, because the simulator takes longer to import than a diagnosis takes.
     from baton.cli.simulate_compare import print_rows, simulated_rows
     from baton.simulator import comparison
     from baton.simulator.measured import NotMeasured, measured
 
-    async def ask(admin: AdminClient) -> _Asked:
+    async def ask(admin: AdminClient) -> _Answers:
         requests = await admin.list_requests(include_ended=True)
         return await admin.get_status(), await admin.list_workers(), requests
 

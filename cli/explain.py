@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from google.protobuf.duration_pb2 import Duration
 
 from baton.cli import options
-
-if TYPE_CHECKING:
-    from google.protobuf.duration_pb2 import Duration
-
-    from baton.v1.admin_pb2 import PlacementInfo, PromptTokens, RequestInfo, Stall
-
+from baton.cli.admin_calls import call_admin
+from baton.cli.columns import gigabytes
+from baton.cli.output import plain, print_json, print_table, print_text
+from baton.cli.timeline import print_timeline
+from baton.client import events
+from baton.runtime.enum_names import enum_name, lane_name
+from baton.v1 import admin_pb2, common_pb2
+from baton.v1.admin_pb2 import PlacementInfo, PromptTokens, RequestInfo, Stall
 
 Id = Annotated[
     str, typer.Argument(metavar="REQUEST", help="Request ID, as printed by `baton requests`.")
@@ -36,8 +39,6 @@ def cancel(
     Its client keeps the tokens received so far; the stream ends with the finish reason cancelled
     (over HTTP: abort).
     """
-    from baton.cli.admin_calls import call_admin
-
     call_admin(address, lambda admin: admin.cancel_request(request, tenant=tenant))
     print(f"{request} is cancelled")
 
@@ -52,11 +53,6 @@ def explain(
 
     The command prints the duration of each stage and the longest gaps between tokens.
     """
-    from baton.cli.admin_calls import call_admin
-    from baton.cli.output import print_json, print_table, print_text
-    from baton.cli.timeline import print_timeline
-    from baton.client import events
-
     info = call_admin(address, lambda admin: admin.get_request(request, tenant=tenant))
     if as_json:
         return print_json(values(info))
@@ -93,10 +89,6 @@ def explain(
 
 def values(info: RequestInfo) -> dict[str, Any]:
     """JSON form of a request, with the summed duration of each stage in ms."""
-    from baton.cli.output import plain
-    from baton.runtime.enum_names import enum_name
-    from baton.v1 import common_pb2
-
     found, sums_ms = plain(info), dict[str, float]()
     for stage in info.budget.stages:
         name = enum_name(common_pb2.Stage.DESCRIPTOR, stage.stage)
@@ -115,8 +107,6 @@ def why(stall: Stall, tenant: str) -> str:
         stall: The gap.
         tenant: Tenant of the request; other tenants' names are added to the text.
     """
-    from baton.v1 import admin_pb2
-
     by = f" of {stall.by_request_id}" if stall.by_request_id else ""
     if stall.by_tenant not in ("", tenant):
         by += f" of tenant {stall.by_tenant}"
@@ -139,8 +129,6 @@ def why(stall: Stall, tenant: str) -> str:
 
 
 def _head(info: RequestInfo) -> list[str]:
-    from baton.runtime.enum_names import enum_name, lane_name
-    from baton.v1 import admin_pb2, common_pb2
 
     state = enum_name(admin_pb2.RequestState.DESCRIPTOR, info.state)
     lane = lane_name(info.lane)
@@ -168,7 +156,6 @@ def _head(info: RequestInfo) -> list[str]:
 
 def _placement(placement: PlacementInfo) -> str:
     """Says which workers were chosen, and what was predicted of them."""
-    from baton.cli.columns import gigabytes
 
     def ms(one: Duration) -> str:
         return f"{one.ToNanoseconds() / 1e6:.1f} ms"

@@ -1,4 +1,8 @@
-"""`baton gateway`, and the gateway process that `baton up` runs."""
+"""`baton gateway`, and the gateway process that `baton up` runs.
+
+No import at the top of this module may import gRPC: `gateway` first sets a variable that gRPC reads
+when it is imported.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +19,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.cli import options
+from baton.cli.cells import PARSERS, configured_cells
+from baton.cli.effective_config import load_config
+from baton.coordinator.launchers.end_with_parent import bound_to_parent, lead_group
+from baton.gateway import harmony_parsers
+from baton.runtime import exposure, lifecycle, logs, output_streams, quick_exit
+from baton.runtime.addresses import is_wildcard, joined, split_address
+from baton.runtime.config import BatonConfig, CellConfig, CoordinatorConfig, dump
+from baton.runtime.config_error import ConfigError
+from baton.runtime.long_tasks import keep_running
 
 if TYPE_CHECKING:
+    # `baton up --no-http` works without the libraries of the gateway.
     from baton.gateway.cell import OutputParsersFactory
-    from baton.runtime.config import BatonConfig, CellConfig, CoordinatorConfig
 
 _log = logging.getLogger(__name__)
 
-# Configuration keys that choose vLLM's output parsers for the model of a cell.
-_PARSERS = ("tool_call_parser", "reasoning_parser")
 _PACKAGES = ("uvicorn", "starlette", "httptools")
 # vLLM's parsers take half a minute to import on a busy machine.
 _START_TIMEOUT_S = 180.0
@@ -66,14 +77,11 @@ def gateway(
 
     The gateway prints `ready http=URL` on standard output once it serves. SIGTERM drains it.
     """
-    from baton.runtime import exposure, lifecycle, logs, output_streams, quick_exit
-    from baton.runtime.config_error import ConfigError
-
-    # gRPC reads this variable when its first channel opens. By default, threads of its event engine
-    # read a message and then wake the thread that passes messages to Python; without the engine,
-    # that thread reads the message itself. A gRPC that can no longer do so logs an error.
+    # gRPC reads this variable when it is imported. By default, threads of its event engine read a
+    # message and then wake the thread that passes messages to Python; without the engine, that
+    # thread reads the message itself. A gRPC that can no longer do so logs an error.
     os.environ.setdefault("GRPC_EXPERIMENTS", _GRPC_EXPERIMENTS)
-    effective = options.load_config(
+    effective = load_config(
         config,
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
@@ -82,6 +90,7 @@ def gateway(
     )
     cells = configured_cells(effective, coordinator or [])
     check_installed()
+    # Imported here, because it needs the libraries that were just looked for.
     from baton.gateway import server
 
     logs.setup(effective.log_level, "gateway")
@@ -116,8 +125,6 @@ def gateway(
 
 def check_installed() -> None:
     """Raises ConfigError if the gateway's libraries are not installed."""
-    from baton.runtime.config_error import ConfigError
-
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -126,45 +133,12 @@ def check_installed() -> None:
         )
 
 
-def configured_cells(config: BatonConfig, coordinators: list[str]) -> list[CellConfig]:
-    """The cells that a gateway serves; at least one, with normalized addresses.
-
-    Args:
-        config: Configuration; its http.cells count if the command line names no coordinator.
-        coordinators: Values of --coordinator, one per cell.
-
-    Raises:
-        ConfigError: No cell is given, a cell is given twice, or an address is not host:port.
-    """
-    from baton.runtime.config import CellConfig
-    from baton.runtime.config_error import ConfigError
-
-    names = {key: getattr(config, key) for key in _PARSERS}
-    cells = [CellConfig(coordinators=one, **names) for one in coordinators if one]
-    keys = ["--coordinator"] * len(cells)
-    if not coordinators:
-        cells = config.http.cells
-        keys = [f"http.cells[{index}].coordinators" for index in range(len(cells))]
-    if not cells:
-        raise ConfigError("--coordinator: is missing; must be HOST:PORT, or set http.cells")
-    found: dict[str, CellConfig] = {}
-    for key, cell in zip(keys, cells, strict=True):
-        place = ",".join(options.resolve_addresses(cell.coordinators, key))
-        if place in found:
-            raise ConfigError(
-                f"{key}: is {place!r}, as for another cell; cells must have different coordinators"
-            )
-        found[place] = cell.model_copy(update={"coordinators": place})
-    return list(found.values())
-
-
 def with_parsers_of_model(config: BatonConfig) -> BatonConfig:
     """Sets the output parsers of a gpt-oss model, which works with only one kind of parser.
 
     Raises:
         ConfigError: The model does not exist, or another parser is configured for it.
     """
-    from baton.gateway import harmony_parsers
     from baton.runtime.tokenization import model_type
 
     # Outputs of the simulated engine do not have the model's format.
@@ -180,10 +154,8 @@ def output_parsers(cell: CellConfig) -> OutputParsersFactory | None:
         ConfigError: vLLM is not installed, or has no parser with the configured name.
     """
     from baton.cli import exit_codes
-    from baton.runtime import lifecycle, logs, quick_exit
-    from baton.runtime.config_error import ConfigError
 
-    given = {key: getattr(cell, key) for key in _PARSERS if getattr(cell, key)}
+    given = {key: getattr(cell, key) for key in PARSERS if getattr(cell, key)}
     if not given:
         return None
     # vLLM's own log handler writes to standard output; its lines belong in Baton's log.
@@ -217,9 +189,6 @@ def bind(listen: str) -> tuple[socket.socket, str]:
     Raises:
         ConfigError: The address is malformed, in use or not an address of this host.
     """
-    from baton.runtime.addresses import joined, split_address
-    from baton.runtime.config_error import ConfigError
-
     host, port = split_address(listen, "http.listen")
     host = host.strip("[]")
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -255,7 +224,6 @@ class GatewayProcess:
     """
 
     def __init__(self, config: BatonConfig, coordinator: str, listener: socket.socket) -> None:
-        from baton.runtime.addresses import is_wildcard, joined
 
         host, _, port = coordinator.rpartition(":")
         if is_wildcard(host):
@@ -270,9 +238,6 @@ class GatewayProcess:
         Raises:
             ConfigError: The gateway did not start; its standard error has the reason.
         """
-        from baton.runtime.config_error import ConfigError
-        from baton.runtime.long_tasks import keep_running
-
         if not await self._start():
             await self.stop()
             raise ConfigError("http: the gateway did not start; its log above has the reason")
@@ -313,8 +278,6 @@ class GatewayProcess:
             pause_s = _FIRST_PAUSE_S
 
     async def _start(self) -> bool:
-        from baton.coordinator.launchers.end_with_parent import bound_to_parent, lead_group
-        from baton.runtime.config import dump
 
         fd = self._listener.fileno()
         try:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict
+from typing import Annotated, Any
 
 import typer
 
-from baton.cli import connection, options
-
-if TYPE_CHECKING:
-    from baton.client import Event, Prompt, RequestOptions
-
-
-class LaneChoice(StrEnum):
-    INTERACTIVE = "interactive"
-    BATCH = "batch"
+from baton.cli import credentials, interrupts, options
+from baton.cli.output import print_json_line
+from baton.cli.timeline import print_timeline
+from baton.client import BatonClient, Event, Finished, Prompt, RequestOptions, Tokens, errors
 
 
 def generate(
@@ -39,9 +34,9 @@ def generate(
         ),
     ] = "",
     lane: Annotated[
-        LaneChoice,
+        options.LaneName,
         typer.Option("--lane", help="Lane of the request: interactive goes first, batch can wait."),
-    ] = LaneChoice.INTERACTIVE,
+    ] = options.LaneName.INTERACTIVE,
     tenant: Annotated[
         str, typer.Option("--tenant", help="Tenant of the request; empty: the default tenant.")
     ] = "",
@@ -95,8 +90,6 @@ def generate(
 
     Exit codes: 0 done, 1 failed, 2 wrong usage or request, 3 unavailable, 130 interrupted.
     """
-    from baton.cli import interrupts
-
     if as_json and timeline:
         raise typer.BadParameter(
             "cannot be used with --json, which prints the stages in its last object",
@@ -161,12 +154,9 @@ def _prompt(text: str | None, tokens: str | None, chat: bool) -> Prompt:
 async def _stream(
     addresses: list[str], prompt: Prompt, wanted: RequestOptions, *, as_json: bool, timeline: bool
 ) -> None:
-    from baton.cli.timeline import print_timeline
-    from baton.client import BatonClient, Finished, Tokens, errors
 
-    to = connection.current()
     async with (
-        BatonClient(addresses, tls=to.tls(), api_key=to.key()) as client,
+        BatonClient(addresses, tls=credentials.tls(), api_key=credentials.api_key()) as client,
         client.generate(prompt, **wanted) as stream,
     ):
         ends_line = True
@@ -197,9 +187,6 @@ async def _stream(
 
 
 def _print_event(event: Event) -> None:
-    from dataclasses import asdict
-
-    from baton.cli.output import print_json_line
 
     fields: dict[str, Any] = {"event": type(event).__name__.lower(), **asdict(event)}
     print_json_line(fields)

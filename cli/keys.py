@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from baton.cli import options
-from baton.cli.generate import LaneChoice
-
-if TYPE_CHECKING:
-    from baton.runtime import api_keys
+from baton.cli.output import print_table
+from baton.runtime import api_keys
+from baton.runtime.config_error import ConfigError
 
 app = typer.Typer(
     help="Add, list and remove API keys.", no_args_is_help=True, rich_markup_mode=None
@@ -39,7 +39,7 @@ def add(
         ),
     ] = "",
     lane: Annotated[
-        list[LaneChoice] | None,
+        list[options.LaneName] | None,
         typer.Option("--lane", help="Lane that the key may use; repeatable; left out: both lanes."),
     ] = None,
     max_prompt_tokens: Annotated[
@@ -75,11 +75,6 @@ def add(
 
     FILE holds only the hash of the key, so the key cannot be printed again.
     """
-    from datetime import UTC, datetime, timedelta
-
-    from baton.runtime import api_keys
-    from baton.runtime.config_error import ConfigError
-
     if not tenant and not admin:
         raise typer.BadParameter(
             "a key needs --tenant, to send requests, or --admin", param_hint="--tenant"
@@ -119,8 +114,6 @@ def add(
 @app.command("list")
 def show(file: KeysFile) -> None:
     """List the keys without their secrets."""
-    from baton.cli.output import print_table
-
     print_table(
         ("NAME", "ID", "TENANT", "LANES", "ADMIN", "EXPIRES"),
         [
@@ -149,8 +142,6 @@ def remove(
 
     Coordinators that read FILE refuse the key within a second.
     """
-    from baton.runtime.config_error import ConfigError
-
     with _locked(file):
         known = list(_read(file).values())
         kept = [key for key in known if key.name != name]
@@ -161,8 +152,6 @@ def remove(
 
 @contextmanager
 def _locked(file: str) -> Iterator[None]:
-    from baton.runtime import api_keys
-    from baton.runtime.config_error import ConfigError
 
     with ExitStack() as stack:
         try:
@@ -173,8 +162,6 @@ def _locked(file: str) -> Iterator[None]:
 
 
 def _read(file: str) -> dict[str, api_keys.ApiKey]:
-    from baton.runtime import api_keys
-    from baton.runtime.config_error import ConfigError
 
     try:
         return api_keys.read(file)
@@ -183,8 +170,6 @@ def _read(file: str) -> dict[str, api_keys.ApiKey]:
 
 
 def _write(file: str, keys: list[api_keys.ApiKey]) -> None:
-    from baton.runtime import api_keys
-    from baton.runtime.config_error import ConfigError
 
     try:
         api_keys.write(file, keys)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from baton.cli import options
 from baton.cli.admin_calls import call_admin
+from baton.cli.columns import POOL_COLUMNS, gigabytes, pool_cells, share, state_name
+from baton.cli.output import plain, print_json, print_json_line, print_table
 from baton.cli.watch import follow_changes
 from baton.runtime.durations import to_seconds
-
-if TYPE_CHECKING:
-    from baton.v1.admin_pb2 import LatencyInfo, ListPoolsResponse, WorkerInfo
-
+from baton.runtime.enum_names import enum_name, lane_name, role_name
+from baton.v1 import admin_pb2
+from baton.v1.admin_pb2 import LatencyInfo, ListPoolsResponse, WorkerInfo
 
 # Names of the sources of KV blocks in a worker itself (KvSpeed.source).
 _TIERS = {"host": "its host memory", "disk": "its disk"}
@@ -29,8 +30,6 @@ def pools(
 
     With --watch and --json each change is one line.
     """
-    from baton.cli.output import plain, print_json, print_json_line
-
     if watch and as_json:
         return follow_changes(address, True, lambda event: print_json_line(plain(event.pools)))
     if watch:
@@ -40,9 +39,6 @@ def pools(
 
 
 def _show_pools(answer: ListPoolsResponse) -> None:
-    from baton.cli.columns import POOL_COLUMNS, pool_cells
-    from baton.cli.output import print_table
-    from baton.runtime.enum_names import lane_name, role_name
 
     print_table(
         POOL_COLUMNS,
@@ -76,8 +72,6 @@ def workers(
     watch: options.Watch = False,
 ) -> None:
     """List the workers, and the transports of their handoffs."""
-    from baton.cli.output import plain, print_json, print_json_line
-
     if watch and as_json:
         return follow_changes(
             address, True, lambda event: print_json_line([plain(one) for one in event.workers])
@@ -89,9 +83,6 @@ def workers(
 
 
 def _show_workers(found: Sequence[WorkerInfo]) -> None:
-    from baton.cli.columns import gigabytes, share, state_name
-    from baton.cli.output import print_table
-    from baton.runtime.enum_names import role_name
 
     print_table(
         (
@@ -173,10 +164,6 @@ def requests(
     ] = 0,
 ) -> None:
     """List the running requests."""
-    from baton.cli.output import plain, print_json, print_table
-    from baton.runtime.enum_names import enum_name, lane_name
-    from baton.v1 import admin_pb2
-
     found = call_admin(address, lambda admin: admin.list_requests(include_ended=ended, limit=limit))
     if as_json:
         return print_json([plain(request) for request in found])

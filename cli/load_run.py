@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import math
+import secrets
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+import uvloop
 
-from baton.cli import connection, options
-
-if TYPE_CHECKING:
-    from baton.load.figures import Result
-    from baton.load.generator import Generator, Outcome
-    from baton.load.measured import Slo
-    from baton.load.plan import Planned
+from baton.cli import credentials, interrupts, options
+from baton.cli.output import print_json, print_table
+from baton.client import BatonClient
+from baton.load.figures import Result
+from baton.load.generator import Generator, Outcome
+from baton.load.measured import Slo
+from baton.load.plan import Planned
+from baton.load.prompts import Prompts
+from baton.runtime import lifecycle
+from baton.runtime.ttft_target import TtftTarget
 
 Drive = Callable[["Generator", asyncio.Event], Coroutine[Any, Any, "Outcome"]]
 
@@ -111,9 +118,6 @@ _CLEAR = "\r\x1b[K"
 
 def slo(ttft_ms: float | None, ttft_ms_per_1k_tokens: float, itl_ms: float | None) -> Slo:
     """Builds the latency goal; raises typer.BadParameter for a target that is out of range."""
-    from baton.load.measured import Slo
-    from baton.runtime.ttft_target import TtftTarget
-
     for name, value in (("--ttft-ms", ttft_ms), ("--itl-ms", itl_ms)):
         if value is not None and not 0 < value < math.inf:
             raise typer.BadParameter(
@@ -131,8 +135,6 @@ def cut(
     plan: Iterator[Planned], num_requests: int | None, duration_s: float | None
 ) -> Iterator[Planned]:
     """The first `num_requests` of a plan that are due within the duration."""
-    import itertools
-
     if duration_s is not None:
         plan = itertools.takewhile(lambda one: one.at_s < duration_s, plan)
     return itertools.islice(plan, num_requests)
@@ -158,11 +160,6 @@ def run_load(
     Ctrl-C ends the run: the figures so far are printed and the exit code is 130. A second Ctrl-C
     ends the process at once.
     """
-    import uvloop
-
-    from baton.cli import interrupts
-    from baton.load.figures import Result
-
     if not 0 < timeout_s <= _MOST_TIMEOUT_S:
         raise typer.BadParameter(
             f"is {timeout_s:g}; must be more than 0 and at most {_MOST_TIMEOUT_S:g}",
@@ -213,16 +210,9 @@ async def _run(
     warm_up_s: float,
     max_requests: int,
 ) -> Outcome:
-    import secrets
 
-    from baton.client import BatonClient
-    from baton.load.generator import Generator
-    from baton.load.prompts import Prompts
-    from baton.runtime import lifecycle
-
-    to = connection.current()
     async with BatonClient(
-        addresses, max_requests=max_requests, tls=to.tls(), api_key=to.key()
+        addresses, max_requests=max_requests, tls=credentials.tls(), api_key=credentials.api_key()
     ) as client:
         # The first call fails at once without a coordinator; workers may still need time to serve.
         await client.model()
@@ -257,9 +247,6 @@ async def _show_progress(generator: Generator) -> None:
 
 
 def _print(result: Result, out: Path | None, as_json: bool) -> None:
-    import json
-
-    from baton.cli.output import print_json, print_table
 
     if as_json:
         print_json(result.as_json())

@@ -15,31 +15,14 @@ from typing import Annotated
 
 import typer
 
-from baton.cli import (
-    bench,
-    cache,
-    certs,
-    check,
-    config,
-    connection,
-    doctor,
-    explain,
-    gateway,
-    generate,
-    keys,
-    listings,
-    pool_sizes,
-    processes,
-    profile,
-    replay,
-    rollout,
-    simulate,
-    top,
-)
+from baton import __version__
+from baton.cli import connection
+from baton.cli.commands import CommandGroup
 from baton.runtime import output_streams, quick_exit
 
 app = typer.Typer(
     name="baton",
+    cls=CommandGroup,
     help="Disaggregated prefill/decode serving for large language models.",
     no_args_is_help=True,
     add_completion=False,
@@ -47,40 +30,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("up")(processes.up)
-app.command("coordinator")(processes.coordinator)
-app.command("worker")(processes.worker)
-app.command("gateway")(gateway.gateway)
-app.command("check")(check.check)
-app.command("generate")(generate.generate)
-app.command("pools")(listings.pools)
-app.command("workers")(listings.workers)
-app.command("requests")(listings.requests)
-app.add_typer(bench.app, name="bench")
-app.command("replay")(replay.replay)
-app.command("top")(top.top)
-app.command("explain")(explain.explain)
-app.command("cancel")(explain.cancel)
-app.command("doctor")(doctor.doctor)
-app.command("scale")(pool_sizes.scale)
-app.command("targets")(pool_sizes.targets)
-app.command("autoscale")(pool_sizes.autoscale)
-app.command("drain")(pool_sizes.drain)
-app.command("flip")(pool_sizes.flip)
-app.command("why")(pool_sizes.why)
-app.command("profile")(profile.profile)
-app.add_typer(rollout.app, name="rollout")
-app.command("simulate")(simulate.simulate)
-app.command("certs")(certs.certs)
-app.add_typer(cache.app, name="cache")
-app.add_typer(config.app, name="config")
-app.add_typer(keys.app, name="keys")
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from baton import __version__
-
         print(f"baton {__version__}")
         raise typer.Exit
 
@@ -133,6 +86,7 @@ def main() -> None:
             if error.errno == errno.ENOSPC:
                 output_streams.stderr.write(f"baton: cannot write: {error.strerror}\n")
             sys.exit(1)
+        # Imported here: `baton --help` needs no gRPC, whose errors the module knows.
         from baton.cli import exit_codes
 
         code = exit_codes.exit_code(error)

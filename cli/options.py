@@ -1,18 +1,15 @@
-"""Options that several commands share, and the configuration built from them."""
+"""Options that several commands share, and checks of their values."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from baton.runtime.config import BatonConfig
-
+from baton.runtime.addresses import split_address
 
 # Largest value of a uint32 field of the protobuf messages; longest time until an expiry date, in
 # days (a century).
@@ -27,6 +24,11 @@ class EngineName(StrEnum):
 class LauncherName(StrEnum):
     LOCAL = "local"
     RAY = "ray"
+
+
+class LaneName(StrEnum):
+    INTERACTIVE = "interactive"
+    BATCH = "batch"
 
 
 class LogLevel(StrEnum):
@@ -91,62 +93,19 @@ Address = Annotated[
         "127.0.0.1:7070.",
     ),
 ]
+Listen = Annotated[
+    str | None,
+    typer.Option(
+        "--listen",
+        metavar="HOST:PORT",
+        help="gRPC address of the coordinator; port 0 picks a free port.",
+    ),
+]
 Watch = Annotated[
     bool,
     typer.Option("--watch", help="Print again after every change, until Ctrl-C."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-
-
-def load_config(
-    path: str | None,
-    *,
-    model: str | None = None,
-    served_model_name: str | None = None,
-    engine: EngineName | None = None,
-    engine_args: list[str] | None = None,
-    tool_call_parser: str | None = None,
-    reasoning_parser: str | None = None,
-    log_level: LogLevel | None = None,
-    listen: str | None = None,
-    num_prefill: int | None = None,
-    num_decode: int | None = None,
-    elastic: bool | None = None,
-    autoscale: bool | None = None,
-    http_listen: str | None = None,
-    launcher: LauncherName | None = None,
-    revision: str | None = None,
-    targets: Mapping[str, int | None] | None = None,
-) -> BatonConfig:
-    """Reads the configuration file; options of the command line override its values.
-
-    `targets` are keys of scaling.targets.interactive.
-
-    Raises:
-        ConfigError: The file or an option is invalid.
-    """
-    from baton.runtime.config import load
-
-    return load(
-        path,
-        {
-            "model": model,
-            "served_model_name": served_model_name,
-            "engine": engine and engine.value,
-            "engine_args": parse_engine_args(engine_args or []),
-            "tool_call_parser": tool_call_parser,
-            "reasoning_parser": reasoning_parser,
-            "log_level": log_level and log_level.value,
-            "coordinator": {"listen": listen},
-            "prefill": {"workers": num_prefill},
-            "decode": {"workers": num_decode},
-            "elastic": elastic,
-            "scaling": {"autoscale": autoscale, "targets": {"interactive": dict(targets or {})}},
-            "http": {"listen": http_listen},
-            "launcher": launcher and launcher.value,
-            "worker": {"revision": revision},
-        },
-    )
 
 
 def split_workers(
@@ -166,40 +125,6 @@ def split_workers(
     return workers // 2, workers - workers // 2
 
 
-def parse_engine_args(arguments: list[str]) -> dict[str, Any]:
-    """Parses KEY=VALUE pairs; keys may have hyphens, as on vLLM's own command line.
-
-    Raises:
-        typer.BadParameter: A pair is not KEY=VALUE, or its value is not YAML that JSON can hold.
-    """
-    import json
-
-    import yaml
-
-    values = {}
-    for argument in arguments:
-        key, separator, text = argument.partition("=")
-        if not separator or not key:
-            raise typer.BadParameter(f"{argument!r} is not KEY=VALUE", param_hint="--engine-arg")
-        try:
-            value = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            reason = " ".join(str(error).split())
-            raise typer.BadParameter(
-                f"{key}: value is not YAML: {reason}", param_hint="--engine-arg"
-            ) from None
-        try:
-            json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError):
-            # YAML reads 2024-01-01 as a date.
-            raise typer.BadParameter(
-                f"{key}: is {text}; must be a value that JSON can hold; a text may need quotes",
-                param_hint="--engine-arg",
-            ) from None
-        values[key.removeprefix("--").replace("-", "_")] = value
-    return values
-
-
 def resolve_addresses(addresses: str | None, option: str = "--address") -> list[str]:
     """Splits a list of coordinator addresses; returns at least one address.
 
@@ -210,9 +135,8 @@ def resolve_addresses(addresses: str | None, option: str = "--address") -> list[
     Raises:
         ConfigError: An address is not host:port.
     """
-    from baton.runtime.addresses import split_address
-
     if not addresses:
+        # Imported only without an address: the configuration takes as long to import as gRPC.
         from baton.runtime.config import CoordinatorConfig
 
         addresses = CoordinatorConfig().listen

@@ -65,6 +65,7 @@ def print_table(
     right = [column.startswith(">") for column in columns]
     widths = [max(len(row[index]) for row in (names, *rows)) for index in range(len(names))]
     if sys.stdout.isatty():
+        # Imported only for a terminal: rich takes longer to import than a table takes to print.
         from rich import box
         from rich.console import Console
         from rich.table import Table

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from datetime import datetime
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from baton.cli import options
 from baton.cli.admin_calls import call_admin, print_answer, print_progress
+from baton.cli.columns import ttft_target
+from baton.cli.output import plain, print_json, print_json_line, print_table
 from baton.cli.watch import follow_changes, wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from datetime import datetime
-
-    from baton.client import AdminClient
-    from baton.v1 import admin_pb2, common_pb2
+from baton.client import AdminClient
+from baton.runtime.enum_names import lane_name, role_name
+from baton.v1 import admin_pb2, common_pb2
 
 # Decisions per pool that `baton why` prints by default.
 _NUM_DECISIONS = 5
@@ -25,11 +25,6 @@ _NUM_DECISIONS = 5
 class PoolName(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
-
-
-class LaneName(StrEnum):
-    INTERACTIVE = "interactive"
-    BATCH = "batch"
 
 
 class Switch(StrEnum):
@@ -65,7 +60,6 @@ def scale(
 
     Autoscaling leaves the pool alone until `baton autoscale on`.
     """
-    from baton.cli.output import plain, print_json
 
     async def question(admin: AdminClient) -> admin_pb2.ScalePoolResponse:
         answer = await admin.scale_pool(_role(pool), workers)
@@ -85,8 +79,8 @@ def scale(
 
 def targets(
     lane: Annotated[
-        LaneName, typer.Option("--lane", help="Lane whose targets are changed.")
-    ] = LaneName.INTERACTIVE,
+        options.LaneName, typer.Option("--lane", help="Lane whose targets are changed.")
+    ] = options.LaneName.INTERACTIVE,
     ttft_ms: Annotated[
         int | None,
         typer.Option(
@@ -128,11 +122,6 @@ def targets(
 
     Autoscaling sizes the pools for these targets. Targets that are not given stay unchanged.
     """
-    from baton.cli.columns import ttft_target
-    from baton.cli.output import plain, print_json, print_table
-    from baton.runtime.enum_names import lane_name
-    from baton.v1 import admin_pb2, common_pb2
-
     changed = []
     if any(one is not None for one in (ttft_ms, ttft_ms_per_1k_tokens, itl_ms, percentile)):
         number = common_pb2.Lane.Value(f"LANE_{lane.value.upper()}")
@@ -175,8 +164,6 @@ def autoscale(
 
     Turning it on discards the sizes that `baton scale` has set.
     """
-    from baton.cli.output import print_json
-
     enabled = call_admin(address, lambda admin: admin.set_autoscale(enabled=switch is Switch.ON))
     if as_json:
         return print_json({"enabled": enabled})
@@ -266,9 +253,6 @@ def why(
 
     With --watch the oldest decision comes first; with --json as well, each decision is one line.
     """
-    from baton.cli.output import plain, print_json, print_json_line
-    from baton.v1 import common_pb2
-
     role = common_pb2.ROLE_UNSPECIFIED if pool is None else _role(pool)
     # A coordinator that does not size pools refuses this call; --watch needs the same error.
     if limit is None:
@@ -304,7 +288,6 @@ def why(
 
 
 def _show_decision(one: admin_pb2.ScalingDecision) -> None:
-    from baton.runtime.enum_names import role_name
 
     size = f"{one.from_workers} -> {one.to_workers}"
     if one.from_workers == one.to_workers:
@@ -316,7 +299,6 @@ def _show_decision(one: admin_pb2.ScalingDecision) -> None:
 
 
 def _role(pool: PoolName) -> common_pb2.Role.ValueType:
-    from baton.v1 import common_pb2
 
     return common_pb2.ROLE_PREFILL if pool is PoolName.PREFILL else common_pb2.ROLE_DECODE
 

@@ -6,18 +6,18 @@ import contextlib
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import typer
 
 from baton.cli import options
 from baton.cli.admin_calls import call_admin
+from baton.cli.output import print_json
 from baton.cli.pool_sizes import Worker
+from baton.client import AdminClient
+from baton.runtime.errors import Internal
 from baton.runtime.profiling import DEFAULT_PROFILE_S, LEAST_PROFILE_S, MOST_PROFILE_S
-
-if TYPE_CHECKING:
-    from baton.client import AdminClient
-    from baton.v1 import cluster_pb2
+from baton.v1 import cluster_pb2
 
 _SUFFIXES = (".json.gz", ".json", ".gz")
 
@@ -51,8 +51,6 @@ def profile(
     The command writes a trace per rank, for ui.perfetto.dev or chrome://tracing. The worker keeps
     serving, a little slower. It pauses while it writes the trace.
     """
-    from baton.cli.output import print_json
-
     path = out or Path(f"{worker.replace('/', '-')}-{time.strftime('%Y%m%d-%H%M%S')}.trace.json.gz")
     options.check_writable(path, "--out", replaced=True)
 
@@ -111,8 +109,6 @@ class _Traces:
 
     def finish(self) -> None:
         """Renames the complete files; raises Internal if a file is incomplete."""
-        from baton.runtime.errors import Internal
-
         self._close()
         for part, into, num_bytes in self._parts:
             if (size := part.stat().st_size) != num_bytes:

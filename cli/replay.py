@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from baton.cli import load_run, options
-
-if TYPE_CHECKING:
-    from baton.load.generator import Generator, Outcome
+from baton.load import traces
+from baton.load.generator import Generator, Outcome
+from baton.load.plan import LaneRule, replayed
 
 
 def replay(
@@ -51,9 +51,6 @@ def replay(
 
     Exit codes: 0 done, 1 no request succeeded, 2 wrong usage, 3 unavailable, 130 interrupted.
     """
-    from baton.load import traces
-    from baton.load.plan import LaneRule, replayed
-
     try:
         rule = LaneRule(batch_share, batch_prompt_tokens)
         plan = replayed(traces.read(trace), speed, rule, seed)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from baton.cli import options
 from baton.cli.admin_calls import call_admin, print_answer, print_progress
+from baton.cli.engine_args import parse_engine_args
+from baton.cli.output import plain, print_json, print_json_line, print_table
 from baton.cli.pool_sizes import Wait
 from baton.cli.watch import follow_changes, wait_until
-
-if TYPE_CHECKING:
-    from baton.client import AdminClient
-    from baton.v1 import admin_pb2
+from baton.client import AdminClient
+from baton.runtime.enum_names import lane_name
+from baton.runtime.errors import Aborted, FailedPrecondition
+from baton.v1 import admin_pb2
 
 app = typer.Typer(
     help="Try a model or engine arguments on a share of the traffic.",
@@ -105,7 +107,7 @@ def start(
     The command starts workers of the revision. Workers of the revision that are already attached
     are used too.
     """
-    engine_args = options.parse_engine_args(engine_arg or [])
+    engine_args = parse_engine_args(engine_arg or [])
 
     async def question(admin: AdminClient) -> str:
         if wait:
@@ -158,8 +160,6 @@ def status(
     as_json: options.Json = False,
 ) -> None:
     """Show both revisions, and whether the canary is worse."""
-    from baton.cli.output import plain, print_json, print_json_line
-
     if watch and as_json:
         return follow_changes(
             address, True, lambda event: print_json_line(plain(_rollout_in(event)))
@@ -221,8 +221,6 @@ def _rollout_in(event: admin_pb2.WatchEvent) -> admin_pb2.RolloutStatus:
     Raises:
         FailedPrecondition: The coordinator is too old to send the state of rollouts.
     """
-    from baton.runtime.errors import FailedPrecondition
-
     if not event.HasField("rollout"):
         raise FailedPrecondition(
             "this coordinator is older than this command and does not report rollouts: "
@@ -233,9 +231,6 @@ def _rollout_in(event: admin_pb2.WatchEvent) -> admin_pb2.RolloutStatus:
 
 def _canary_serves(found: admin_pb2.RolloutStatus, revision: str) -> bool:
     """Whether the canary serves; raises Aborted if the rollout has ended."""
-    from baton.runtime.errors import Aborted
-    from baton.v1 import admin_pb2
-
     # Between two events this rollout may have ended and another one may have begun.
     if _is_over(found, revision) and found.stable_revision != revision:
         raise Aborted(f"the rollout of {revision!r} has ended: {found.last or 'no rollout'}")
@@ -253,8 +248,6 @@ def _is_promoted(found: admin_pb2.RolloutStatus, canary: str) -> bool:
     Raises:
         Aborted: The rollout has ended without a promotion.
     """
-    from baton.runtime.errors import Aborted
-
     if not _is_over(found, canary):
         return False
     if found.stable_revision != canary:
@@ -263,7 +256,6 @@ def _is_promoted(found: admin_pb2.RolloutStatus, canary: str) -> bool:
 
 
 def _show(found: admin_pb2.RolloutStatus) -> None:
-    from baton.cli.output import print_table
 
     if not found.HasField("canary"):
         print(f"no rollout; the stable revision is {found.stable_revision}")
@@ -346,8 +338,6 @@ def _is(name: str, found: admin_pb2.RolloutStatus) -> str:
 
 def _phase(found: admin_pb2.RolloutStatus) -> str:
     """Phase of the rollout in words; empty if no rollout runs."""
-    from baton.v1 import admin_pb2
-
     return {
         admin_pb2.ROLLOUT_PHASE_WAITING: "waiting for its workers, no traffic yet",
         admin_pb2.ROLLOUT_PHASE_RUNNING: "running",
@@ -377,7 +367,6 @@ def _errors(revision: admin_pb2.RevisionStatus) -> str:
 
 
 def _latencies(revision: admin_pb2.RevisionStatus) -> Iterator[tuple[str, ...]]:
-    from baton.runtime.enum_names import lane_name
 
     for lane in revision.lanes:
         if not lane.ttft.num:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from baton.cli import options
-
-if TYPE_CHECKING:
-    from baton.runtime.config import BatonConfig
+from baton.cli import options, simulate_compare
+from baton.cli.effective_config import load_config
+from baton.cli.output import print_table
+from baton.coordinator.state.scaling_config import in_seconds
+from baton.load import traces
+from baton.runtime.config import BatonConfig
+from baton.simulator import report
+from baton.simulator.picture import svg
+from baton.simulator.run import simulate as run
 
 
 class PolicyName(StrEnum):
@@ -107,16 +113,6 @@ def simulate(
     The coordinator and the autoscaler are the production code. The `simulated` section of the
     configuration sets the speed of the workers.
     """
-    import json
-
-    from baton.cli import simulate_compare
-    from baton.cli.output import print_table
-    from baton.coordinator.state.scaling_config import in_seconds
-    from baton.load import traces
-    from baton.simulator import report
-    from baton.simulator.picture import svg
-    from baton.simulator.run import simulate as run
-
     if compare:
         for option, value in (("--policy", policy), ("--picture", picture)):
             if value is not None:
@@ -125,7 +121,7 @@ def simulate(
     policy = policy or PolicyName.BATON
     options.check_writable(json_file, "--json")
     options.check_writable(picture, "--picture")
-    effective = options.load_config(
+    effective = load_config(
         config,
         engine=options.EngineName.SIMULATED,
         num_prefill=prefill,

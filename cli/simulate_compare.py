@@ -6,17 +6,20 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
+from rich.console import Console
+from rich.progress import Progress
 
-if TYPE_CHECKING:
-    from baton.coordinator.state.pools import Pool
-    from baton.coordinator.state.scaling_config import Targets
-    from baton.load.traces import Arrival
-    from baton.runtime.config import BatonConfig, SimulatedConfig
-    from baton.simulator.comparison import Row, Setup
+from baton.cli.output import print_table
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.scaling_config import Targets, in_seconds
+from baton.load.traces import Arrival
+from baton.runtime.config import BatonConfig, SimulatedConfig
+from baton.simulator import comparison
+from baton.simulator.comparison import Row, Setup
 
 
 def compare(config: BatonConfig, arrivals: Sequence[Arrival], json_file: Path | None) -> None:
@@ -26,9 +29,6 @@ def compare(config: BatonConfig, arrivals: Sequence[Arrival], json_file: Path | 
         ValueError: there are too few workers, or a request is too long.
         ConfigError: there are more workers than autoscaled pools may have.
     """
-    from baton.coordinator.state.scaling_config import in_seconds
-    from baton.simulator import comparison
-
     targets = in_seconds(config.scaling.targets.interactive)
     rows = simulated_rows(config, arrivals, comparison.setups(config))
     found = comparison.concluded(rows, targets)
@@ -42,9 +42,6 @@ def compare(config: BatonConfig, arrivals: Sequence[Arrival], json_file: Path | 
 
 def print_rows(rows: Sequence[Row], best: Row, targets: Targets, left_out_hint: str) -> None:
     """Prints the table of a comparison, and what its columns mean."""
-    from baton.cli.output import print_table
-    from baton.simulator import comparison
-
     shown = [
         index
         for index, name in enumerate(comparison.COLUMNS)
@@ -71,13 +68,6 @@ def simulated_rows(
 
     Args and errors: see `comparison.run`.
     """
-    from concurrent.futures.process import BrokenProcessPool
-
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from baton.simulator import comparison
-
     rows: dict[int, Row] = {}
     progress = Progress(
         console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()

@@ -10,14 +10,16 @@ import sys
 import termios
 import tty
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.live import Live
 
-from baton.cli import connection, interrupts, options
-
-if TYPE_CHECKING:
-    from baton.client.watcher import View, Watcher
+from baton.cli import credentials, interrupts, options
+from baton.cli.top_view import draw
+from baton.client.watcher import View, Watcher
+from baton.runtime.errors import RemoteError
 
 _WIDTH = 80
 
@@ -46,13 +48,7 @@ def top(
 
 async def _once(addresses: list[str]) -> None:
     """Prints the state once; raises RemoteError if no coordinator answers."""
-    from rich.console import Console
-
-    from baton.cli.top_view import draw
-    from baton.client.watcher import Watcher
-
-    to = connection.current()
-    async with Watcher(addresses, tls=to.tls(), api_key=to.key()) as watcher:
+    async with _watcher(addresses) as watcher:
         view = await watcher.look()
     console = Console(highlight=False)
     width = console.width if console.is_terminal else max(_WIDTH, console.width)
@@ -62,17 +58,12 @@ async def _once(addresses: list[str]) -> None:
 
 
 async def _live(addresses: list[str], interval_s: float) -> None:
-    from rich.console import Console
-    from rich.live import Live
-
-    from baton.cli.top_view import draw
-    from baton.client.watcher import Watcher
 
     console = Console(highlight=False)
     if console.is_dumb_terminal:
         await _once(addresses)
         return
-    loop, to = asyncio.get_running_loop(), connection.current()
+    loop = asyncio.get_running_loop()
     ends, wake = asyncio.Event(), asyncio.Event()
 
     def stop() -> None:
@@ -102,7 +93,9 @@ async def _live(addresses: list[str], interval_s: float) -> None:
         _keys(loop, ends, wake),
         Live(console=console, screen=True, auto_refresh=False, transient=True) as live,
     ):
-        async with Watcher(addresses, tls=to.tls(), api_key=to.key()) as watcher:
+        async with Watcher(
+            addresses, tls=credentials.tls(), api_key=credentials.api_key()
+        ) as watcher:
             show()
             polling = asyncio.create_task(_poll(watcher, latest, interval_s, wake))
             polling.add_done_callback(lambda _: wake.set())
@@ -120,6 +113,10 @@ async def _live(addresses: list[str], interval_s: float) -> None:
                 live.update("", refresh=True)
 
 
+def _watcher(addresses: list[str]) -> Watcher:
+    return Watcher(addresses, tls=credentials.tls(), api_key=credentials.api_key())
+
+
 class _Latest:
     """The latest view, and the error of the last update.
 
@@ -134,7 +131,6 @@ class _Latest:
 
 
 async def _poll(watcher: Watcher, latest: _Latest, interval_s: float, wake: asyncio.Event) -> None:
-    from baton.runtime.errors import RemoteError
 
     while True:
         try:

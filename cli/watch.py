@@ -8,14 +8,15 @@ import errno
 import fcntl
 import os
 import stat
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import TYPE_CHECKING
+
+from google.rpc import code_pb2
 
 from baton.cli.admin_calls import call_admin
-
-if TYPE_CHECKING:
-    from baton.client import AdminClient
-    from baton.v1.admin_pb2 import WatchEvent
+from baton.client import AdminClient, errors
+from baton.runtime.errors import DeadlineExceeded
+from baton.v1.admin_pb2 import WatchEvent
 
 # Shortest time between two events of a wait, and of a command that prints each event.
 _WAIT_INTERVAL_S, _PRINT_INTERVAL_S = 0.2, 1.0
@@ -35,7 +36,6 @@ def follow_changes(address: str | None, as_lines: bool, show: Callable[[WatchEve
         as_lines: Whether each event adds lines; otherwise it replaces the screen of a terminal.
         show: Prints an event.
     """
-    import sys
 
     async def question(admin: AdminClient) -> None:
         is_first = True
@@ -101,11 +101,6 @@ async def wait_until(
         DeadlineExceeded: The condition was not fulfilled within `wait_s`.
         RemoteError: No connection to the coordinator could be opened, or several in a row broke.
     """
-    from google.rpc import code_pb2
-
-    from baton.client import errors
-    from baton.runtime.errors import DeadlineExceeded
-
     try:
         async with (
             asyncio.timeout(wait_s),
@@ -136,8 +131,6 @@ async def _events(admin: AdminClient, min_interval_s: float) -> AsyncGenerator[W
     Raises:
         RemoteError: No connection could be opened, or several in a row broke before an event.
     """
-    from baton.client import errors
-
     num_lost = 0
     while True:
         try:

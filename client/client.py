@@ -11,11 +11,11 @@ import grpc
 from google.rpc import code_pb2
 
 from baton.client import errors, health
-from baton.client.connector import Connector
+from baton.client.client_request import ClientRequest
 from baton.client.credentials import ApiKey, Tls, dial, sendable
 from baton.client.events import Completion
 from baton.client.request import Prompt, RequestOptions, build
-from baton.client.request_state import RequestState
+from baton.client.session_manager import SessionManager
 from baton.client.shared_channels import SharedChannels
 from baton.client.stream import TokenStream
 from baton.runtime import rpc
@@ -82,39 +82,37 @@ class BatonClient(AsyncClosing):
         self._tenant = tenant
         self._dial = dial(tls, api_key, use_http_proxy=use_http_proxy)
         self._find_other_cell = find_other_cell
-        self._connector: Connector | None = None
+        self._sessions: SessionManager | None = None
         self._channels = SharedChannels(self._dial)
 
     async def __aenter__(self) -> Self:
-        self._connector = Connector(
+        self._sessions = SessionManager(
             self.addresses,
             max_requests=self._max_requests,
             resume_timeout_s=self._resume_timeout_s,
             dial=self._dial,
-            find_other_connector=self._other_connector
-            if self._find_other_cell is not None
-            else None,
+            find_other_sessions=self._other_sessions if self._find_other_cell is not None else None,
         )
         return self
 
     async def aclose(self, why: str = "the client was closed") -> None:
         """Cancels running requests with the reason `why` and closes the connection; idempotent."""
-        connector, self._connector = self._connector, None
+        sessions, self._sessions = self._sessions, None
         try:
             await self._channels.aclose()
         finally:
-            if connector is not None:
-                await connector.aclose(why)
+            if sessions is not None:
+                await sessions.aclose(why)
 
     @property
     def address(self) -> str | None:
         """Address of the coordinator of the current session; None without a session."""
-        return self._connector.address if self._connector is not None else None
+        return self._sessions.address if self._sessions is not None else None
 
     @property
     def draining(self) -> bool:
         """Whether the coordinator of the current session is restarting: it takes no requests."""
-        return self._connector is not None and self._connector.draining
+        return self._sessions is not None and self._sessions.draining
 
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> TokenStream:
         """Submits a request and returns its stream at once.
@@ -131,26 +129,26 @@ class BatonClient(AsyncClosing):
         defaults: RequestOptions = {"tenant": self._tenant}
         if credential := self._dial.credential():
             defaults["authorization"] = credential
-        request = build(prompt, {**defaults, **options})
-        connector = self._opened_connector()
+        message = build(prompt, {**defaults, **options})
+        sessions = self._opened_sessions()
         retry_timeout_s = options.get("retry_timeout_s")
         if retry_timeout_s is None:
             retry_timeout_s = self._retry_timeout_s
         elif not (math.isfinite(retry_timeout_s) and retry_timeout_s >= 0):
             raise errors.invalid("retry_timeout_s", retry_timeout_s, "must be at least 0 seconds")
-        state = RequestState(
-            request,
+        request = ClientRequest(
+            message,
             max_buffered_events=self._max_buffered_events,
             timeout_s=options.get("timeout_s"),
             retry_timeout_s=retry_timeout_s,
             credential=self._dial.credential if "authorization" not in options else None,
         )
         try:
-            connector.submit(state)
+            sessions.submit(request)
         except Exception:
-            state.abandon()
+            request.abandon()
             raise
-        return TokenStream(state)
+        return TokenStream(request)
 
     async def complete(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
         """Submits a request and returns its complete output.
@@ -166,16 +164,16 @@ class BatonClient(AsyncClosing):
         Raises:
             UnavailableError: No coordinator could serve within timeout_s.
         """
-        connector = self._opened_connector()
+        sessions = self._opened_sessions()
         waiting = [
             asyncio.create_task(_wait_serving(address, timeout_s, self._dial))
-            for address in connector.addresses
+            for address in sessions.addresses
         ]
         failures = []
         try:
             for answer in asyncio.as_completed(waiting):
                 try:
-                    connector.prefer(await answer)
+                    sessions.prefer(await answer)
                     return
                 except RemoteError as error:
                     failures.append(error)
@@ -202,7 +200,7 @@ class BatonClient(AsyncClosing):
         if authorization:
             metadata = ((AUTHORIZATION, sendable(authorization)),)
         request = inference_pb2.GetModelRequest()
-        for address in self._opened_connector().addresses:
+        for address in self._opened_sessions().addresses:
             async with self._channels.use(address) as channel:
                 stub: inference_pb2_grpc.InferenceAsyncStub
                 stub = inference_pb2_grpc.InferenceStub(channel)
@@ -216,16 +214,16 @@ class BatonClient(AsyncClosing):
                     await self._channels.discard(address, channel)
         raise errors.combine(failures)
 
-    def _other_connector(self, state: RequestState) -> Connector | None:
-        """Returns the connector of another cell's client that can resume a request."""
+    def _other_sessions(self, request: ClientRequest) -> SessionManager | None:
+        """Returns the sessions of another cell's client that can resume a request."""
         assert self._find_other_cell is not None
-        other = self._find_other_cell(state.model)
-        return other._connector if other is not None else None
+        other = self._find_other_cell(request.model)
+        return other._sessions if other is not None else None
 
-    def _opened_connector(self) -> Connector:
-        if self._connector is None:
+    def _opened_sessions(self) -> SessionManager:
+        if self._sessions is None:
             raise RuntimeError("the client is not open: use `async with BatonClient(...)`")
-        return self._connector
+        return self._sessions
 
 
 def _check_timeout(name: str, value: float) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 from google.rpc import code_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.client import errors
-from baton.client.request_state import RequestState
+from baton.client.client_request import ClientRequest
 from baton.client.retry_policy import MAX_UNACCEPTED
 from baton.runtime.errors import RemoteError
 from baton.runtime.rpc import MAX_MESSAGE_BYTES
@@ -67,7 +68,9 @@ class SessionEnd:
 
 
 class Session:
-    """A stream that is opened once and ends once. The connector owns it and its unended requests.
+    """A stream that is opened once and ends once; holds the requests that are submitted on it.
+
+    The session manager owns the session and takes back the requests that have not ended.
 
     The send queue holds at most one submission or cancel per request. At most MAX_UNACCEPTED
     resumed requests are sent before the coordinator accepts them.
@@ -76,7 +79,7 @@ class Session:
         channel: Channel of this session only.
         address: Address of the coordinator, for error messages.
         on_open: Called once when the connection is open.
-        on_refused: Called with a request that may be submitted again (it resumes, may retry, or
+        on_refused: Called with a request that may be submitted again (it is lost, may retry, or
             the coordinator is restarting) and the error of the refusal.
 
     Attributes:
@@ -90,7 +93,7 @@ class Session:
         address: str,
         *,
         on_open: Callable[[Session], None],
-        on_refused: Callable[[RequestState, RemoteError], None],
+        on_refused: Callable[[ClientRequest, RemoteError], None],
     ) -> None:
         self.address = address
         self._channel = channel
@@ -99,7 +102,7 @@ class Session:
         self._call: grpc.aio.StreamStreamCall[
             inference_pb2.SessionRequest, inference_pb2.SessionEvents
         ] = stub.Session()
-        self._requests: dict[int, RequestState] = {}
+        self._requests: dict[int, ClientRequest] = {}
         self._last_number = 0
         # By stream number: submissions to send, streams to cancel, resumed requests that wait for
         # one of MAX_UNACCEPTED slots, and resumed requests that were sent and not answered.
@@ -122,19 +125,18 @@ class Session:
         """Number of requests that have not ended."""
         return len(self._requests)
 
-    def submit(self, state: RequestState) -> None:
+    def submit(self, request: ClientRequest) -> None:
         """Queues a request for submission."""
-        state.number = number = self._next_number()
-        state.address = self.address
-        state.on_cancel = self._cancel
-        self._requests[number] = state
-        if state.resuming:
+        number = self._next_number()
+        request.on_submitted(self.address, partial(self._cancel, number))
+        self._requests[number] = request
+        if request.is_lost:
             self._held_resumes[number] = None
             self._send_held_resumes()
         else:
-            self._send(number, state.message())
+            self._send(number, request.message())
 
-    def release(self) -> list[RequestState]:
+    def release(self) -> list[ClientRequest]:
         """Returns the requests that have not ended and forgets them."""
         left, self._requests = list(self._requests.values()), {}
         return left
@@ -212,25 +214,25 @@ class Session:
     def _receive(self, batch: inference_pb2.SessionEvents) -> None:
         """Passes the events of a message to their requests, then all of them to the readers."""
         requests, unaccepted = self._requests, self._unaccepted
-        received = list[RequestState]()
+        received = list[ClientRequest]()
         for event in batch.events:
             number = event.stream
-            state = requests.get(number)
-            if state is None:
+            request = requests.get(number)
+            if request is None:
                 continue  # The request was cancelled here while the event was in flight.
-            received.append(state)
+            received.append(request)
             # Nearly all events are deltas with tokens. Looking for tokens is cheaper than asking
             # for the event's kind, and copying them to a list is cheaper than iterating over them.
             delta = event.delta
             token_ids = delta.token_ids[:]
             if token_ids and number not in unaccepted:
-                state.on_delta(delta, token_ids)
+                request.on_delta(delta, token_ids)
             else:
-                self._dispatch(state, event)
-        for state in received:
-            state.deliver()
+                self._dispatch(request, event)
+        for request in received:
+            request.buffer.deliver()
 
-    def _dispatch(self, state: RequestState, event: inference_pb2.SessionEvent) -> None:
+    def _dispatch(self, request: ClientRequest, event: inference_pb2.SessionEvent) -> None:
         number = event.stream
         resumes = number in self._unaccepted
         if resumes:
@@ -238,13 +240,13 @@ class Session:
         if event.HasField("failed"):
             error = errors.from_message(event.failed)
             self.draining |= errors.is_restarting(error)
-            again = resumes and state.resuming
-            if again or state.may_retry or errors.is_restarting(error):
+            again = resumes and request.is_lost
+            if again or request.may_retry or errors.is_restarting(error):
                 del self._requests[number]
-                self._on_refused(state, error)
+                self._on_refused(request, error)
                 return
-        state.on_event(event)
-        if state.ended:
+        request.on_event(event)
+        if request.ended:
             self._requests.pop(number, None)
 
     def _lost(self, why: str) -> SessionEnd:
@@ -268,13 +270,13 @@ class Session:
         while self._held_resumes and len(self._unaccepted) < MAX_UNACCEPTED:
             number = next(iter(self._held_resumes))
             del self._held_resumes[number]
-            state = self._requests[number]
-            message = state.message()
+            request = self._requests[number]
+            message = request.message()
             try:
                 check_size(message)
             except RemoteError as error:
                 del self._requests[number]
-                self._on_refused(state, error)
+                self._on_refused(request, error)
                 continue
             self._unaccepted.add(number)
             self._send(number, message)
@@ -283,16 +285,15 @@ class Session:
         self._unaccepted.discard(number)
         self._send_held_resumes()
 
-    def _cancel(self, state: RequestState) -> None:
-        number = state.number
+    def _cancel(self, number: int, request: ClientRequest) -> None:
         if self._submits.pop(number, None) is not None or number in self._held_resumes:
             # The request was never sent.
             self._held_resumes.pop(number, None)
-            state.finish_cancelled()
+            request.finish_cancelled()
         else:
             self._cancels[number] = None
             self._to_send.set()
-        if state.ended:
+        if request.ended:
             self._requests.pop(number, None)
             self._answered(number)
 

@@ -9,8 +9,8 @@ from typing import Self
 from google.rpc import code_pb2
 
 from baton.client import errors
+from baton.client.client_request import ClientRequest
 from baton.client.events import Completion, Event, Finished, Tokens
-from baton.client.request_state import RequestState
 from baton.runtime.closing import AsyncClosing
 
 
@@ -22,35 +22,34 @@ class TokenStream(AsyncClosing):
     `async for event in client.generate(...)`).
     """
 
-    def __init__(self, state: RequestState) -> None:
-        self._state = state
+    def __init__(self, request: ClientRequest) -> None:
+        self._request = request
         self._loop = asyncio.get_running_loop()
 
     @property
     def request_id(self) -> str:
         """The submitted ID, or the ID that the coordinator assigned; empty before that."""
-        return self._state.request_id
+        return self._request.request_id
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         """All output tokens received so far, including unread ones, also after a failure."""
-        return tuple(self._state.token_ids)
+        return tuple(self._request.token_ids)
 
     @property
     def address(self) -> str | None:
         """Coordinator that has accepted the request; None before that and while it resumes."""
-        is_with_one = self._state.accepted is not None and not self._state.resuming
-        return self._state.address if is_with_one else None
+        return self._request.address
 
     @property
     def num_resumes(self) -> int:
         """How often the request was resumed after its session was lost."""
-        return self._state.num_resumes
+        return self._request.num_resumes
 
     @property
     def num_buffered(self) -> int:
         """Number of received events that were not read yet."""
-        return self._state.num_buffered
+        return len(self._request.buffer)
 
     def __aiter__(self) -> Self:
         return self
@@ -61,7 +60,7 @@ class TokenStream(AsyncClosing):
         Raises:
             RemoteError: The request failed; a subclass from client/errors.py.
         """
-        event = await self._state.next()
+        event = await self._request.next()
         if event is None:
             raise StopAsyncIteration
         return event
@@ -76,7 +75,7 @@ class TokenStream(AsyncClosing):
         """
         # Returns the inner coroutine, because a second one would add a cost per token. `self` is
         # passed along to keep the stream alive: dropping the stream cancels the request.
-        return self._state.read(self)
+        return self._request.read(self)
 
     def push_to(self, push: Callable[[Tokens], bool]) -> None:
         """Lets `push` forward deltas as they arrive while `read` waits, which wakes no task.
@@ -89,7 +88,7 @@ class TokenStream(AsyncClosing):
                 Runs between the events of other streams, so it must be short. After an exception,
                 `read` returns the delta and all later ones.
         """
-        self._state.push = push
+        self._request.buffer.push = push
 
     async def complete(self) -> Completion:
         """Reads to the end and returns the complete output.
@@ -107,19 +106,19 @@ class TokenStream(AsyncClosing):
         if finished is None:
             raise errors.make(code_pb2.DATA_LOSS, "the stream ended without its last event")
         # A request that was cancelled early may never have been accepted.
-        accepted = self._state.accepted
+        accepted = self._request.accepted
         model = accepted.model if accepted is not None else ""
         return Completion.of(self.request_id, model, parts, finished)
 
     def cancel(self) -> None:
         """Asks the coordinator to cancel; the stream then ends with Finished("cancelled")."""
-        self._state.cancel()
+        self._request.cancel()
 
     async def aclose(self) -> None:
         """Cancels the request unless it has ended; idempotent."""
-        self._state.abandon()
+        self._request.abandon()
 
     def __del__(self) -> None:
         # The garbage collector may run in any thread. If the loop is closed, so is the session.
-        if not self._state.ended and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._state.abandon)
+        if not self._request.ended and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._request.abandon)

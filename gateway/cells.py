@@ -130,12 +130,6 @@ class Cells(AsyncClosing):
             lost: Cell that lost the request's session or refuses the request.
             model: Model that the request needs; empty: the base model of `lost`.
         """
-        if lost.client.draining:
-            lost.outage.began(f"the coordinator at {lost.client.address} is restarting")
-            self._mark_unreachable(lost)
-        elif lost.client.address is None:
-            lost.outage.began(f"requests lost their session with {lost.name}")
-            self._mark_unreachable(lost)
         wanted = model or next(iter(self._served.get(lost.name, ())), None)
         found = [
             cell
@@ -145,6 +139,18 @@ class Cells(AsyncClosing):
             and wanted in self._served.get(cell.name, ())
         ]
         return random.choice(found).client if found else None
+
+    def report_lost(self, cell: Cell) -> None:
+        """Reports that a request lost its session with a cell, or that the cell refuses it.
+
+        The cell stays reachable if its client has a session again by now.
+        """
+        if cell.client.draining:
+            cell.outage.began(f"the coordinator at {cell.client.address} is restarting")
+            self._mark_unreachable(cell)
+        elif cell.client.address is None:
+            cell.outage.began(f"requests lost their session with {cell.name}")
+            self._mark_unreachable(cell)
 
     def report_failure(self, cell: Cell, error: RemoteError) -> None:
         """Reports that a request failed in a cell."""

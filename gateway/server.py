@@ -262,6 +262,7 @@ async def _open(
     """Opens the clients of a cell; the stack closes them. The caller adds the cell to `cells`."""
 
     def find_other_cell(model: str) -> BatonClient | None:
+        cells.report_lost(cell)
         return cells.other_client(cell, model)
 
     client = BatonClient(

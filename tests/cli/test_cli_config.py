@@ -8,6 +8,8 @@ import typer
 import yaml
 
 from baton.cli import options
+from baton.cli.effective_config import load_config
+from baton.cli.engine_args import parse_engine_args
 from baton.runtime.config import BatonConfig, dump, parse
 from baton.runtime.config_error import ConfigError
 from baton.worker.main import vllm_model
@@ -163,7 +165,7 @@ def test_what_is_nested_too_deeply_to_be_read_is_refused(baton_here):
     checked = baton_here("config", "check", "-", stdin=f"a: {5000 * '['}")
     assert (checked.code, checked.err) == (2, "baton: -: is nested too deeply\n")
     with pytest.raises(typer.BadParameter, match="value is not YAML"):
-        options.parse_engine_args([f"x={5000 * '['}"])
+        parse_engine_args([f"x={5000 * '['}"])
 
 
 def test_what_contains_itself_is_refused(baton_here):
@@ -201,7 +203,7 @@ def test_examples_are_right(baton_here, example):
 
 def test_engine_arguments_are_yaml_under_vllms_names():
     arguments = ["max-model-len=2048", "--enforce_eager=true", "dtype=float32", "x={a: [1]}"]
-    assert options.parse_engine_args(arguments) == {
+    assert parse_engine_args(arguments) == {
         "max_model_len": 2048,
         "enforce_eager": True,
         "dtype": "float32",
@@ -209,21 +211,21 @@ def test_engine_arguments_are_yaml_under_vllms_names():
     }
     for wrong in ("x", "=1", "x=["):
         with pytest.raises(typer.BadParameter):
-            options.parse_engine_args([wrong])
+            parse_engine_args([wrong])
 
 
 @pytest.mark.parametrize("value", ["2024-01-01", ".nan", "{x: .inf}", "!!binary aGk="])
 def test_an_engine_argument_that_json_cannot_hold_is_refused(value):
     """A rollout sends the arguments as JSON."""
     with pytest.raises(typer.BadParameter, match="a text may need quotes"):
-        options.parse_engine_args([f"revision={value}"])
-    assert options.parse_engine_args(["revision='2024-01-01'"]) == {"revision": "2024-01-01"}
+        parse_engine_args([f"revision={value}"])
+    assert parse_engine_args(["revision='2024-01-01'"]) == {"revision": "2024-01-01"}
 
 
 def test_options_lie_over_the_file(tmp_path):
     file = tmp_path / "baton.yaml"
     file.write_text("model: a\nengine_args: {x: 1, y: 2}\ndecode: {workers: 2}\n")
-    config = options.load_config(
+    config = load_config(
         str(file), model="b", engine_args=["x=3"], num_prefill=4, listen="127.0.0.1:0"
     )
     assert (config.model, config.engine_args) == ("b", {"x": 3, "y": 2})
@@ -235,7 +237,7 @@ def test_an_engine_argument_replaces_that_of_the_file_whole(tmp_path):
     file = tmp_path / "baton.yaml"
     file.write_text("engine_args: {seed: 1, tensor_parallel_size: 2, x: {a: 1, b: null}, y: 2}\n")
     given = ["seed=null", "tensor_parallel_size=", "x={c: null}"]
-    config = options.load_config(str(file), engine_args=given)
+    config = load_config(str(file), engine_args=given)
     # null stands for vLLM's default, which vLLM takes when it does not get the argument.
     expected = {"x": {"c": None}, "y": 2}
     assert vllm_model(config, config.prefill).engine_args == expected
@@ -260,7 +262,7 @@ def test_options_do_not_replace_a_section_that_is_no_mapping(tmp_path, text, key
     (file := tmp_path / "baton.yaml").write_text(text)
     for given in ({}, {"num_prefill": 2, "http_listen": "127.0.0.1:1", "engine_args": ["x=1"]}):
         with pytest.raises(ConfigError, match=re.escape(f"{key}; must be a mapping of keys")):
-            options.load_config(str(file), **given)
+            load_config(str(file), **given)
 
 
 def test_what_is_no_file_is_not_replaced(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from baton.cli import admin_calls, doctor, explain
+from baton.cli import doctor, explain
 from baton.coordinator.state import events as ev
 from baton.v1 import admin_pb2, common_pb2
 
@@ -22,7 +22,8 @@ def answers(monkeypatch):
     """Sets the coordinator's answer to the next call."""
 
     def answer(value):
-        monkeypatch.setattr(admin_calls, "call_admin", lambda address, question: value)
+        for command in (doctor, explain):
+            monkeypatch.setattr(command, "call_admin", lambda address, question: value)
 
     return answer
 

@@ -35,19 +35,22 @@ def test_the_address_comes_from_the_environment_too(baton, unused_address):
     assert unused_address in result.err
 
 
-def test_an_interrupt_while_the_command_is_being_imported():
+@pytest.mark.parametrize("module", ["typer", "grpc"])
+def test_an_interrupt_while_the_command_is_being_imported(module):
     program = """
 import runpy, sys
 
 class Interrupts:
     def find_spec(self, name, *_):
-        if name == "typer":
+        if name == module:
             raise KeyboardInterrupt
 
+module = sys.argv[1]
 sys.meta_path.insert(0, Interrupts())
+sys.argv = ["baton", "pools"]
 runpy.run_module("baton.cli", run_name="__main__")
 """
-    command = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", program, module]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
@@ -313,8 +316,9 @@ def test_a_bad_key_stops_up_before_anything_starts(baton):
     assert "did you mean 'engine'?" in one_line(result)
 
 
-@pytest.mark.parametrize("command", ["--help", "generate --help", "config show", "--version"])
+@pytest.mark.parametrize("command", ["--help", "gateway --help", "config show", "--version"])
 def test_light_commands_do_not_import_grpc(baton, command):
+    """The gateway sets a variable that gRPC reads when it is imported."""
     code = (
         "import sys\n"
         "from baton.cli.main import main\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from baton.client import BatonClient, BlockingClient, connector
+from baton.client import BatonClient, BlockingClient, session_manager
 
 # With import-mode=importlib a folder's helper modules are not importable by themselves.
 sys.path.append(str(Path(__file__).parent))
@@ -24,7 +24,7 @@ def long_timeouts(monkeypatch):
     """Makes the client's default timeouts so long that a busy machine does not exceed them."""
     for client in (BatonClient, BlockingClient):
         monkeypatch.setitem(client.__init__.__kwdefaults__, "resume_timeout_s", 2 * TIMEOUT_S)
-    monkeypatch.setattr(connector, "_PING_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(session_manager, "_PING_TIMEOUT_S", TIMEOUT_S)
 
 
 @pytest_asyncio.fixture

@@ -27,7 +27,7 @@ from scripted_inference import (
     unused_address,
 )
 
-from baton.client import BatonClient, BlockingClient, Finished, Tokens, connector
+from baton.client import BatonClient, BlockingClient, Finished, Tokens, session_manager
 from baton.client.errors import DeadlineExceededError, UnavailableError
 from baton.runtime import errors
 
@@ -271,7 +271,7 @@ async def test_requests_move_to_another_coordinator_and_back(inference):
 
 async def test_requests_leave_a_coordinator_that_hangs(server, inference, monkeypatch):
     """The stopped process keeps its connections open; only missing ping responses show it."""
-    monkeypatch.setattr(connector, "_PING_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(session_manager, "_PING_TIMEOUT_S", 3.0)
     process = subprocess.Popen(
         [sys.executable, scripted_inference.__file__], stdout=subprocess.PIPE, text=True
     )
@@ -439,7 +439,7 @@ async def test_without_resuming_a_restart_is_an_error(inference):
 @pytest.fixture
 async def two_cells(inference, monkeypatch):
     """A client of a cell, the stack of its server, another cell, and the other cell's models."""
-    monkeypatch.setattr(connector, "MOVES_AFTER_S", 0.05)
+    monkeypatch.setattr(session_manager, "MOVES_AFTER_S", 0.05)
     other, models = ScriptedInference(), {"scripted"}
     async with AsyncExitStack() as stack, AsyncExitStack() as first:
         address, _ = await first.enter_async_context(serving(inference))
@@ -466,7 +466,7 @@ async def test_a_request_that_a_restarting_coordinator_refuses_moves_to_another_
     two_cells, inference, monkeypatch
 ):
     """At once: it does not wait for MOVES_AFTER_S, nor for the end of the coordinator."""
-    monkeypatch.setattr(connector, "MOVES_AFTER_S", 10 * TIMEOUT_S)
+    monkeypatch.setattr(session_manager, "MOVES_AFTER_S", 10 * TIMEOUT_S)
     client, _, other, _ = two_cells
     old, connection = await flowing(client, inference)
     new = client.generate("new", model="scripted")
@@ -484,7 +484,7 @@ async def test_a_request_that_a_restarting_coordinator_refuses_moves_to_another_
 async def test_a_refused_request_moves_after_a_while_if_the_second_coordinator_is_down(
     inference, monkeypatch
 ):
-    monkeypatch.setattr(connector, "MOVES_AFTER_S", 0.5)
+    monkeypatch.setattr(session_manager, "MOVES_AFTER_S", 0.5)
     other = ScriptedInference()
     async with (
         serving(inference) as (address, _),

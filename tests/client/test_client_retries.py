@@ -138,7 +138,7 @@ async def test_closing_the_client_cancels_pending_retries(server, inference):
     await refuse(connection, busy(TIMEOUT_S))
     connection.send(accepted((await connection.submitted()).stream))
     await anext(other)
-    (timer,) = client._connector._delayed.values()
+    (timer,) = client._sessions._delayed.values()
     closing = asyncio.create_task(client.aclose())
     # While `aclose` waits for the session to end, the timer would open another session.
     await asyncio.sleep(0)

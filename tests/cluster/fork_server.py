@@ -27,9 +27,8 @@ _START_S = 200.0
 # Everything that a coordinator and a worker with the simulated engine import.
 _BATON = (
     "baton.cli.main",
-    "baton.cli.demo_models",
-    "baton.coordinator.server.server",
-    "baton.worker.main",
+    "baton.cli.coordinator",
+    "baton.cli.worker",
 )
 
 

@@ -17,7 +17,7 @@ import pytest
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from baton.cli.gateway import bind
-from baton.client import connector
+from baton.client import session_manager
 from baton.client.watcher import Watcher
 from baton.gateway import body_reader, cell, connections, coordinator_queries, server
 from baton.runtime.config import HttpConfig
@@ -90,7 +90,7 @@ async def running(
         patch.setattr(connections, "Connection", Seen)
         patch.setattr(cell, "_QUERY_TIMEOUT_S", query_timeout_s)
         patch.setattr(coordinator_queries, "_QUEUE_TIMEOUT_S", WAIT_S)
-        patch.setattr(connector, "_PING_TIMEOUT_S", WAIT_S)
+        patch.setattr(session_manager, "_PING_TIMEOUT_S", WAIT_S)
         patch.setitem(Watcher.__init__.__kwdefaults__, "timeout_s", WAIT_S)
         for module in (body_reader, connections):
             patch.setattr(module, "LINGER_S", WAIT_S)

@@ -13,7 +13,7 @@ from scripted_inference import (
     unused_address,
 )
 
-from baton.client import connector
+from baton.client import session_manager
 from baton.gateway import cell as cell_module
 from baton.runtime.errors import RESTARTING, ResourceExhausted, Unavailable
 
@@ -191,7 +191,7 @@ async def gateway_to_each(start_gateway, cells):
 async def test_a_stream_is_resumed_in_another_cell_when_its_cell_is_lost(
     start_gateway, monkeypatch
 ):
-    monkeypatch.setattr(connector, "MOVES_AFTER_S", 0.05)
+    monkeypatch.setattr(session_manager, "MOVES_AFTER_S", 0.05)
     cells = [CellOf("one", "scripted"), CellOf("two", "scripted")]
     for cell in cells:
         cell.hangs = True
@@ -215,7 +215,7 @@ async def test_a_stream_is_resumed_in_another_cell_when_its_cell_is_lost(
 
 async def test_a_request_without_tokens_does_not_wait_for_its_lost_cell(start_gateway, monkeypatch):
     """A stream with tokens would wait for MOVES_AFTER_S."""
-    monkeypatch.setattr(connector, "MOVES_AFTER_S", 10 * WAIT_S)
+    monkeypatch.setattr(session_manager, "MOVES_AFTER_S", 10 * WAIT_S)
     cells = [CellOf("one", "scripted"), CellOf("two", "scripted")]
     async with gateway_to_each(start_gateway, cells) as (http, stacks, addresses):
         for cell in cells:
@@ -233,7 +233,7 @@ async def test_a_request_without_tokens_does_not_wait_for_its_lost_cell(start_ga
 
 async def test_a_cell_whose_coordinator_restarts_gets_no_requests(start_gateway, monkeypatch):
     """Its requests move at once: they do not wait for MOVES_AFTER_S."""
-    monkeypatch.setattr(connector, "MOVES_AFTER_S", 10 * WAIT_S)
+    monkeypatch.setattr(session_manager, "MOVES_AFTER_S", 10 * WAIT_S)
     one, two = CellOf("one", "m"), CellOf("two", "m")
     one.refuses = Unavailable("restarting", reason=RESTARTING)
     async with (
@@ -359,7 +359,7 @@ async def test_the_dashboard_shows_one_cell(start_gateway):
     ],
 )
 def test_invalid_cells_are_refused(given, configured, error):
-    from baton.cli.gateway import configured_cells
+    from baton.cli.cells import configured_cells
     from baton.runtime.config import parse
     from baton.runtime.config_error import ConfigError
 
@@ -370,7 +370,7 @@ def test_invalid_cells_are_refused(given, configured, error):
 
 
 def test_each_cell_has_its_own_parsers():
-    from baton.cli.gateway import configured_cells
+    from baton.cli.cells import configured_cells
     from baton.runtime.config import parse
 
     config = parse(

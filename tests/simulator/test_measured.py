@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from baton.cli import admin_calls, doctor
+from baton.cli import doctor
 from baton.coordinator.state.pools import Pool
 from baton.runtime.ttft_target import TtftTarget
 from baton.simulator import comparison
@@ -120,7 +120,7 @@ def test_workers_of_a_pool_that_differ_are_not_compared(wrong_split):
 
 def test_doctor_compares_and_reports_in_text_and_json(monkeypatch, capsys, wrong_split):
     found = described(wrong_split)
-    monkeypatch.setattr(admin_calls, "call_admin", lambda address, question: found)
+    monkeypatch.setattr(doctor, "call_admin", lambda address, question: found)
     doctor.doctor(compare=True, as_json=False)
     out = capsys.readouterr().out
     assert "3 prefill + 1 decode" in out
@@ -136,7 +136,7 @@ def test_doctor_compares_and_reports_in_text_and_json(monkeypatch, capsys, wrong
         (instant, found[2], "no comparison: simulated: a decode step takes no time"),
     ):
         told = found[0], workers, requests
-        monkeypatch.setattr(admin_calls, "call_admin", lambda *_, told=told: told)
+        monkeypatch.setattr(doctor, "call_admin", lambda *_, told=told: told)
         with pytest.raises(typer.Exit) as ended:
             doctor.doctor(compare=True)
         assert ended.value.exit_code == 1

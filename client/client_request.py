@@ -1,31 +1,53 @@
-"""Client-side state of one request across its sessions: events, buffer and resume data."""
+"""One request of a client across its sessions: its phase, and the data for a resume."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-from collections import deque
 from collections.abc import Callable
+from enum import Enum
 
 from google.rpc import code_pb2
 
 from baton.client import errors, events
+from baton.client.event_buffer import EventBuffer
 from baton.client.events import Event, Finished, Tokens
 from baton.client.retry_policy import MAX_LOSSES_WITHOUT_PROGRESS, resume_failed
 from baton.runtime.errors import RemoteError
 from baton.v1 import common_pb2, inference_pb2
 
-_log = logging.getLogger(__name__)
-
 _MIN_TIMEOUT_S = 1e-3
 
 
-class RequestState:
+class RequestPhase(Enum):
+    """Phases of a request in the client."""
+
+    # No coordinator has accepted the request.
+    NEW = "new"
+    # A coordinator has accepted the request and runs it.
+    RUNNING = "running"
+    # The request has lost its session, or a restarting coordinator refused it. A coordinator must
+    # accept it within the resume timeout.
+    LOST = "lost"
+    ENDED = "ended"
+
+
+_P = RequestPhase
+TRANSITIONS: dict[RequestPhase, frozenset[RequestPhase]] = {
+    _P.NEW: frozenset({_P.RUNNING, _P.LOST, _P.ENDED}),
+    _P.RUNNING: frozenset({_P.LOST, _P.ENDED}),
+    # To NEW: no coordinator has ever accepted the request, and a refusal says when to submit it
+    # again.
+    _P.LOST: frozenset({_P.RUNNING, _P.NEW, _P.ENDED}),
+    _P.ENDED: frozenset(),
+}
+_ENDED = RequestPhase.ENDED
+
+
+class ClientRequest:
     """Checks the order of deltas, buffers events for the reader, and keeps the data for a resume.
 
-    A slow reader does not delay other requests: when `max_buffered_events` events are buffered,
-    further tokens are joined to the last event. The session and the connector own the state.
+    The session manager or one of its sessions holds the request until the request ends.
 
     Args:
         request: The request as it is first submitted.
@@ -36,19 +58,16 @@ class RequestState:
             may have expired. None: the request keeps its credential.
 
     Attributes:
-        number: Stream number of the request in its session.
-        address: Coordinator that the request was last submitted to; empty: none yet.
-        on_cancel: Called when the request is cancelled or has ended here (`ended`); the current
-            holder (session or connector) sets it.
-        push: Forwards a delta and returns True, or returns False: the reader must take it. None:
-            the reader takes all deltas.
+        phase: Phase of the request; see TRANSITIONS.
+        buffer: Events that wait for the reader.
+        on_cancel: Called when the request is cancelled or has ended here; the current holder sets
+            it.
+        address: Coordinator that runs the request, or ran it when it ended; None: no coordinator.
         accepted: The first Accepted event; None before it.
-        resuming: The request has lost its session and was not accepted again yet.
         num_resumes: Number of times that the request was accepted again.
-        num_refusals: Number of consecutive refusals of the resubmission.
+        num_refusals: Number of consecutive refusals after which the request is submitted again.
         cancel_requested: The reader has cancelled the request.
         token_ids: All output tokens received so far.
-        ended: No further event will arrive.
     """
 
     def __init__(
@@ -62,11 +81,12 @@ class RequestState:
     ) -> None:
         self._request, self._credential = request, credential
         self._has_logprobs = request.sampling.HasField("logprobs")
-        self.number, self.address = 0, ""
-        self.on_cancel: Callable[[RequestState], None] | None = None
-        self.push: Callable[[Tokens], bool] | None = None
+        self.phase = RequestPhase.NEW
+        self.buffer = EventBuffer(max_buffered_events)
+        self.on_cancel: Callable[[ClientRequest], None] | None = None
+        self.address: str | None = None
+        self._submitted_to = ""
         self.accepted: events.Accepted | None = None
-        self.resuming = False
         self.num_resumes = 0
         self.num_refusals = 0
         self.cancel_requested = False
@@ -75,17 +95,9 @@ class RequestState:
         self._revision = ""
         self._num_losses_without_progress = 0
         self._last_error: RemoteError | None = None
-        self._max_buffered_events = max_buffered_events
-        self._buffer: deque[Event] = deque()
-        # The last buffered event and the tokens after it; joined once, when they are read.
-        self._overflow: list[Tokens] = []
-        # Set while the reader waits for an event.
-        self._waiter: asyncio.Future[None] | None = None
-        self.ended = False
-        self._error: RemoteError | None = None
         self._loop = asyncio.get_running_loop()
         self._retry_by = self._loop.time() + retry_timeout_s if retry_timeout_s else None
-        self._retried = False
+        self._was_refused = False
         self._resume_by: asyncio.TimerHandle | None = None
         self._deadline = (
             self._loop.call_later(timeout_s, self._on_deadline, timeout_s)
@@ -104,9 +116,14 @@ class RequestState:
         return self.accepted.model if self.accepted else self._request.model
 
     @property
-    def num_buffered(self) -> int:
-        """Number of events that wait for the reader."""
-        return len(self._buffer)
+    def is_lost(self) -> bool:
+        """Whether the request waits to be accepted again after the loss of its session."""
+        return self.phase is RequestPhase.LOST
+
+    @property
+    def ended(self) -> bool:
+        """Whether no further event will arrive."""
+        return self.phase is _ENDED
 
     @property
     def remaining_resume_s(self) -> float:
@@ -126,18 +143,9 @@ class RequestState:
         deadline = self._deadline.when() if self._deadline is not None else self._retry_by
         return min(self._retry_by, deadline) - self._loop.time()
 
-    def start_over(self) -> None:
-        """Makes a request that lost its session before it was accepted a new one again."""
-        self.resuming, self.num_refusals = False, 0
-        self._stop_resume_timer()
-
-    def retry(self) -> None:
-        """Marks the request for a resubmission with its remaining timeout."""
-        self._retried = True
-
     def message(self) -> inference_pb2.GenerateRequest:
         """Builds the message to send now, with the received tokens and the remaining timeout."""
-        if not self.resuming and not self._retried:
+        if not self.is_lost and not self._was_refused:
             return self._request
         if self._credential is not None:
             # If this fails, the previous credential may still be valid.
@@ -157,6 +165,10 @@ class RequestState:
             message.timeout.FromMicroseconds(round(remaining_s * 1e6))
         return message
 
+    def on_submitted(self, address: str, on_cancel: Callable[[ClientRequest], None]) -> None:
+        """A session with the coordinator at this address holds the request now."""
+        self._submitted_to, self.on_cancel = address, on_cancel
+
     def on_event(self, event: inference_pb2.SessionEvent) -> None:
         """Handles an event; the last event ends the request."""
         if self.ended:
@@ -167,14 +179,14 @@ class RequestState:
             case "accepted":
                 self._on_accepted(events.accepted(event.accepted))
             case "finished":
-                self._put(events.finished(event.finished))
+                self.buffer.put(events.finished(event.finished))
                 self._end(None)
             case "failed":
                 self._end(errors.from_message(event.failed))
 
     def on_delta(self, delta: common_pb2.TokenDelta, token_ids: list[int]) -> None:
         """Handles the delta of an event. It runs once per delta, so it must be cheap."""
-        if self.ended:
+        if self.phase is _ENDED:
             return
         known, offset = self.token_ids, delta.offset
         num_known = len(known) - offset
@@ -184,34 +196,11 @@ class RequestState:
             token_ids, offset = token_ids[num_known:], len(known)
         text = delta.text
         logprobs = events.logprobs(delta.logprobs[num_known:]) if self._has_logprobs else ()
-        self._put(Tokens(tuple(token_ids), text, offset, logprobs))
+        self.buffer.put(Tokens(tuple(token_ids), text, offset, logprobs))
         known += token_ids
         self._num_text_chars += len(text)
         self._num_losses_without_progress = 0
         self._revision = delta.revision or self._revision
-
-    def deliver(self) -> None:
-        """Delivers the events of a message to a waiting reader: forwards deltas, or wakes it.
-
-        Called once after all events of a message. If Finished was among them, `_end` has already
-        woken the reader, which then reads the last delta and Finished together.
-        """
-        if self._waiter is None:
-            return
-        # A waiting reader has taken all earlier events.
-        buffer, push = self._buffer, self.push
-        if push is not None and not self._overflow:
-            try:
-                while buffer and isinstance(event := buffer[0], Tokens) and push(event):
-                    buffer.popleft()
-            except Exception:
-                # The failure must not affect other requests; the reader gets this delta instead.
-                _log.exception(
-                    "forwarding a delta failed; the reader of the stream gets it instead"
-                )
-                self.push = None
-        if buffer:
-            self._wake()
 
     def on_session_lost(
         self, error: RemoteError, resume_timeout_s: float, *, counts: bool = True
@@ -236,15 +225,28 @@ class RequestState:
         elif self._num_losses_without_progress > MAX_LOSSES_WITHOUT_PROGRESS:
             times = f"{self._num_losses_without_progress} sessions without a new token"
             self._end(errors.make(error.code, f"the request lost {times}, the last one: {error}"))
-        elif not self.resuming:
-            self.resuming, self.num_refusals = True, 0
+        elif not self.is_lost:
+            self._advance(RequestPhase.LOST)
+            self.address, self.num_refusals = None, 0
             self._resume_by = self._loop.call_later(
                 resume_timeout_s, self._on_resume_timeout, resume_timeout_s
             )
 
-    def delay_resume(self, cause: RemoteError) -> None:
+    def on_refused(self, error: RemoteError) -> None:
+        """Handles a refusal after which the request will be submitted again."""
+        self.num_refusals += 1
+        self._was_refused = True
+        self.on_no_session(error)
+
+    def on_no_session(self, error: RemoteError) -> None:
         """Records why the request is not resumed yet, for the error of a later timeout."""
-        self._last_error = cause
+        self._last_error = error
+
+    def start_over(self) -> None:
+        """Makes a request that lost its session before it was accepted a new one again."""
+        self._advance(RequestPhase.NEW)
+        self.num_refusals = 0
+        self._stop_resume_timer()
 
     def fail(self, error: RemoteError) -> None:
         """Ends the request with an error, after what is buffered."""
@@ -264,15 +266,14 @@ class RequestState:
         num_prompt_tokens = self.accepted.prompt_tokens if self.accepted else 0
         usage = events.Usage(num_prompt_tokens, len(self.token_ids), 0)
         budget = events.budget(common_pb2.LatencyBudget())
-        self._put(Finished("cancelled", "", usage, budget))
+        self.buffer.put(Finished("cancelled", "", usage, budget))
         self._end(None)
 
     def abandon(self) -> None:
         """Cancels the request because its reader has left; drops the buffer."""
         if not self.ended:
             self._abort(errors.make(code_pb2.CANCELLED, "the stream was closed by its reader"))
-        self._buffer.clear()
-        self._overflow.clear()
+        self.buffer.clear()
 
     async def next(self) -> Event | None:
         """Returns the next event; None after the last one. Allows one reader at a time.
@@ -282,19 +283,21 @@ class RequestState:
         Raises:
             RemoteError: The request failed.
         """
-        while not self._buffer:
-            if (arrival := self._arrival()) is None:
+        buffer = self.buffer
+        while not buffer:
+            if (arrival := buffer.arrival()) is None:
                 return None
             try:
                 await arrival
             except asyncio.CancelledError:
                 self.abandon()
                 raise
-        self._join_overflow()
-        return self._buffer.popleft()
+        return buffer.take()
 
     async def read(self, reader: object = None) -> list[Event]:
         """Returns all buffered events, waiting for at least one; empty after the last one.
+
+        If the reading task is cancelled, the request is cancelled too.
 
         Args:
             reader: Object that the call keeps alive while it waits.
@@ -302,46 +305,40 @@ class RequestState:
         Raises:
             RemoteError: The request failed.
         """
-        while not self._buffer:
-            if (arrival := self._arrival()) is None:
+        buffer = self.buffer
+        while not buffer:
+            if (arrival := buffer.arrival()) is None:
                 return []
             try:
                 await arrival
             except asyncio.CancelledError:
                 self.abandon()
                 raise
-        self._join_overflow()
-        found = list(self._buffer)
-        self._buffer.clear()
-        return found
+        return buffer.take_all()
 
-    def _arrival(self) -> asyncio.Future[None] | None:
-        """Returns a future that is done when an event arrives; None: no further event will."""
-        if self._error is not None:
-            # A new instance each time: raising one instance twice would extend its traceback.
-            raise errors.from_baton(self._error)
-        if self.ended:
-            return None
-        if self._waiter is not None:
-            raise RuntimeError("the stream has another reader")
-        self._waiter = self._loop.create_future()
-        return self._waiter
+    def _advance(self, phase: RequestPhase) -> None:
+        """Moves to another phase. Raises ValueError if the table has no such move."""
+        if phase not in TRANSITIONS[self.phase]:
+            name, now = self.request_id, self.phase.name
+            raise ValueError(f"request {name!r}: no move from {now} to {phase.name}")
+        self.phase = phase
 
     def _on_accepted(self, accepted: events.Accepted) -> None:
         first = self.accepted
         if first is None:
             self.accepted = accepted
-            self._put(accepted)
+            self.buffer.put(accepted)
         elif (accepted.model, accepted.prompt_tokens) != (first.model, first.prompt_tokens):
             now = f"{accepted.prompt_tokens} prompt tokens for model {accepted.model!r}"
             then = f"{first.prompt_tokens} for {first.model!r}"
             message = f"this coordinator would continue another request: {now}, not {then}"
             cause = errors.make(code_pb2.FAILED_PRECONDITION, message)
             return self._abort(resume_failed(cause))
-        if self.resuming:
-            self.resuming = False
-            self.num_resumes += 1
+        if self.phase is not RequestPhase.RUNNING:
+            self.num_resumes += self.is_lost
             self._stop_resume_timer()
+            self._advance(RequestPhase.RUNNING)
+            self.address = self._submitted_to
         return None
 
     def _has_new_tokens(self, delta: common_pb2.TokenDelta, num_known: int) -> bool:
@@ -366,22 +363,6 @@ class RequestState:
             )
             return False
         return True
-
-    def _put(self, event: Event) -> None:
-        """Buffers an event; `deliver` or `_end` passes it to a waiting reader."""
-        buffer = self._buffer
-        if len(buffer) < self._max_buffered_events:
-            buffer.append(event)
-        elif isinstance(event, Tokens) and isinstance(last := buffer[-1], Tokens):
-            self._overflow = self._overflow or [last]
-            self._overflow.append(event)
-        else:
-            self._join_overflow()
-            buffer.append(event)
-
-    def _join_overflow(self) -> None:
-        if self._overflow:
-            self._buffer[-1], self._overflow = Tokens.joined(self._overflow), []
 
     def _on_deadline(self, timeout_s: float) -> None:
         progress = (
@@ -409,13 +390,9 @@ class RequestState:
             on_cancel(self)
 
     def _end(self, error: RemoteError | None) -> None:
-        self.ended, self._error, self.on_cancel = True, error, None
+        self._advance(_ENDED)
+        self.on_cancel = None
         self._stop_resume_timer()
         if self._deadline is not None:
             self._deadline.cancel()
-        self._wake()
-
-    def _wake(self) -> None:
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        self.buffer.end(error)

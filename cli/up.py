@@ -1,37 +1,25 @@
-"""`baton up`, `baton coordinator` and `baton worker`: commands that run Baton's processes."""
+"""`baton up`: runs a whole cell, with a coordinator, its workers and the HTTP gateway."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import psutil
 import typer
 
-from baton.cli import options
-
-if TYPE_CHECKING:
-    from baton.runtime.config import BatonConfig
-
+from baton.cli import gateway, options
+from baton.cli.demo_models import with_demo_model
+from baton.cli.effective_config import load_config
+from baton.coordinator.server import server
+from baton.runtime import exposure, lifecycle, logs, output_streams
+from baton.runtime.addresses import joined, split_address
+from baton.runtime.config import BatonConfig, HttpConfig
+from baton.runtime.lifecycle import stop_requested
 
 _BETWEEN_SIGNALS_S = 0.2
-
-
-class RoleName(StrEnum):
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-Listen = Annotated[
-    str | None,
-    typer.Option(
-        "--listen",
-        metavar="HOST:PORT",
-        help="gRPC address of the coordinator; port 0 picks a free port.",
-    ),
-]
 
 
 def up(
@@ -39,7 +27,7 @@ def up(
     model: options.Model = None,
     served_model_name: options.ServedModelName = None,
     engine: options.Engine = None,
-    listen: Listen = None,
+    listen: options.Listen = None,
     prefill: Annotated[
         int | None, typer.Option("--prefill", min=0, help="Number of prefill workers.")
     ] = None,
@@ -95,13 +83,10 @@ def up(
     The cell is a coordinator, its workers and the HTTP gateway. The command prints `ready
     grpc=HOST:PORT http=URL` on standard output once the cell serves.
     """
-    from baton.cli.demo_models import with_demo_model
-    from baton.runtime import lifecycle, logs
-
     prefill, decode = options.split_workers(workers, prefill, decode)
     if workers is not None and elastic is False:
         raise typer.BadParameter("cannot be used with --no-elastic", param_hint="--workers")
-    effective = options.load_config(
+    effective = load_config(
         config,
         model=model,
         served_model_name=served_model_name,
@@ -124,107 +109,8 @@ def up(
     raise typer.Exit(lifecycle.run(_up(with_demo_model(effective))))
 
 
-def coordinator(
-    config: options.ConfigFile = None,
-    model: options.Model = None,
-    served_model_name: options.ServedModelName = None,
-    engine: options.Engine = None,
-    listen: Listen = None,
-    log_level: options.Level = None,
-) -> None:
-    """Run a coordinator alone.
-
-    Its workers are started elsewhere with `baton worker`.
-    """
-    from baton.cli.demo_models import with_demo_model
-    from baton.coordinator.server import server
-    from baton.runtime import lifecycle, logs, output_streams
-
-    effective = options.load_config(
-        config,
-        model=model,
-        served_model_name=served_model_name,
-        engine=engine,
-        log_level=log_level,
-        listen=listen,
-    )
-    logs.setup(effective.log_level, "coordinator")
-
-    def ready(address: str) -> None:
-        output_streams.stdout.write(f"ready grpc={address}\n")
-
-    code = lifecycle.run(server.serve(with_demo_model(effective), launch=False, ready=ready))
-    raise typer.Exit(code)
-
-
-def worker(
-    role: Annotated[RoleName, typer.Option("--role", help="Pool that the worker joins at first.")],
-    coordinator: Annotated[
-        str, typer.Option("--coordinator", metavar="HOST:PORT", help="Address of the coordinator.")
-    ],
-    worker_id: Annotated[
-        str,
-        typer.Option(
-            "--worker-id", help="ID of the worker, unique in the cell; empty: the worker makes one."
-        ),
-    ] = "",
-    config: options.ConfigFile = None,
-    model: options.Model = None,
-    served_model_name: options.ServedModelName = None,
-    engine: options.Engine = None,
-    engine_arg: options.EngineArgs = None,
-    revision: Annotated[
-        str | None,
-        typer.Option(
-            "--revision",
-            metavar="NAME",
-            help="Revision (model and engine arguments) of the worker; see `baton rollout`.",
-        ),
-    ] = None,
-    log_level: options.Level = None,
-    directory: Annotated[
-        str,
-        typer.Option(
-            "--directory", hidden=True, help="Directory of the worker's sockets; empty: a new one."
-        ),
-    ] = "",
-) -> None:
-    """Run one worker; SIGTERM drains it."""
-    import importlib
-
-    from baton.cli.demo_models import with_demo_model
-    from baton.runtime.addresses import split_address
-    from baton.runtime.config_error import ConfigError
-    from baton.runtime.names import WORKER_NAMES, is_worker
-    from baton.v1 import common_pb2
-
-    split_address(coordinator, "--coordinator")
-    if worker_id and not is_worker(worker_id):
-        raise ConfigError(f"--worker-id: is {worker_id!r}; must be {WORKER_NAMES}")
-    effective = with_demo_model(
-        options.load_config(
-            config,
-            model=model,
-            served_model_name=served_model_name,
-            engine=engine,
-            engine_args=engine_arg,
-            revision=revision,
-            log_level=log_level,
-        )
-    )
-    # Imported by name and late: the command line also runs where a worker's libraries are missing.
-    worker_main = importlib.import_module("baton.worker.main")
-    number = common_pb2.ROLE_PREFILL if role is RoleName.PREFILL else common_pb2.ROLE_DECODE
-    raise typer.Exit(worker_main.main(effective, number, coordinator, worker_id, directory))
-
-
 async def _up(config: BatonConfig) -> int:
     """Runs the coordinator in this process, and workers and gateway in child processes."""
-    from baton.cli import gateway
-    from baton.coordinator.server import server
-    from baton.runtime import exposure, output_streams
-    from baton.runtime.lifecycle import stop_requested
-
     stop, end = stop_requested(_end_at_once), asyncio.Event()
     listener, url = None, ""
     if config.http.listen:
@@ -290,8 +176,6 @@ def _end_at_once() -> None:
     A process ends at once when it gets SIGTERM twice. This function sends the first one; the kernel
     sends the second one when this process ends (launchers/end_with_parent.py).
     """
-    import psutil
-
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
             child.terminate()
@@ -300,8 +184,6 @@ def _end_at_once() -> None:
 
 
 def _with_http_port(config: BatonConfig, port: int) -> BatonConfig:
-    from baton.runtime.addresses import joined, split_address
-    from baton.runtime.config import HttpConfig
 
     listen = config.http.listen or HttpConfig().listen
     host, _ = split_address(listen, "http.listen")

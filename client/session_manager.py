@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from google.rpc import code_pb2
 
 from baton.client import errors
-from baton.client.request_state import RequestState
+from baton.client.client_request import ClientRequest, RequestPhase
 from baton.client.retry_policy import (
     backoff_s,
     new_request_retry_delay_s,
@@ -31,14 +31,17 @@ MOVES_AFTER_S = 5.0
 _RESUBMIT_TIMEOUT_S = 10.0
 
 
-class Connector:
+class SessionManager:
     """Keeps one session at a time, with the first coordinator that can be reached.
 
-    A BatonClient owns the connector. Each unended request is in exactly one place: in a session, in
-    the queue for the next session, or in a retry delay. A session opens when a request waits. After
-    the loss of a session, its requests wait for the next one; the addresses are tried in turn, with
-    a backoff after each round. A coordinator that is restarting keeps its running requests, and new
-    requests go to another coordinator.
+    A BatonClient owns the manager. A session opens when a request waits. After the loss of a
+    session, its requests wait for the next one; the addresses are tried in turn, with a backoff
+    after each round. A coordinator that is restarting keeps its running requests, and new requests
+    go to another coordinator.
+
+    Each unended request is in exactly one place, which sets the request's `on_cancel`: in a session
+    (`Session`), in the queue for the next session (`_waiting`), or in a retry delay (`_delayed`). A
+    lost request may also have a timer after which it looks for another cell (`_move_timers`).
 
     Args:
         addresses: Addresses of the coordinators, host:port; at least one.
@@ -46,7 +49,7 @@ class Connector:
         resume_timeout_s: Time in which a request that lost its session must be accepted again; 0:
             it fails instead.
         dial: Connection settings; each session reads the TLS files again.
-        find_other_connector: Returns the connector of another cell for a request that has been
+        find_other_sessions: Returns the manager of another cell for a request that has been
             without a session for MOVES_AFTER_S, that lost its session before its first token, or
             that a restarting coordinator refused. None: such requests wait here.
     """
@@ -58,17 +61,17 @@ class Connector:
         max_requests: int,
         resume_timeout_s: float,
         dial: Dial = PLAIN,
-        find_other_connector: Callable[[RequestState], Connector | None] | None = None,
+        find_other_sessions: Callable[[ClientRequest], SessionManager | None] | None = None,
     ) -> None:
         self._addresses, self._dial = tuple(addresses), dial
         self._max_requests, self._resume_timeout_s = max_requests, resume_timeout_s
         self._next_address = 0
         self._session: Session | None = None
-        self._waiting: dict[RequestState, None] = {}
-        self._delayed: dict[RequestState, asyncio.TimerHandle] = {}
-        self._find_other_connector = find_other_connector
+        self._waiting: dict[ClientRequest, None] = {}
+        self._delayed: dict[ClientRequest, asyncio.TimerHandle] = {}
+        self._find_other_sessions = find_other_sessions
         # Timers after which requests without a session look for another cell.
-        self._move_timers: dict[RequestState, asyncio.TimerHandle] = {}
+        self._move_timers: dict[ClientRequest, asyncio.TimerHandle] = {}
         self._task: asyncio.Task[None] | None = None
         # Sessions with restarting coordinators: at most one for each address but the current one.
         self._draining: dict[Session, asyncio.Task[None]] = {}
@@ -79,6 +82,11 @@ class Connector:
         sessions = [*self._draining, *([self._session] if self._session is not None else [])]
         in_sessions = sum(session.num_requests for session in sessions)
         return in_sessions + len(self._waiting) + len(self._delayed)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether max_requests requests have not ended."""
+        return self.num_requests >= self._max_requests
 
     @property
     def address(self) -> str | None:
@@ -99,20 +107,30 @@ class Connector:
         """Makes the next session try this address first."""
         self._next_address = self._addresses.index(address)
 
-    def submit(self, state: RequestState) -> None:
+    def submit(self, request: ClientRequest) -> None:
         """Submits a new request.
 
         Raises:
             ResourceExhaustedError: max_requests requests are running on this client.
             InvalidArgumentError: The request exceeds gRPC's message size limit.
         """
-        if self.num_requests >= self._max_requests:
+        if self.is_full:
             message = f"this client has {self._max_requests} requests running, its limit"
             raise errors.from_baton(
                 ResourceExhausted(message, reason="CLIENT_REQUESTS", retry_after_s=None)
             )
-        check_size(state.message())
-        self._place(state)
+        check_size(request.message())
+        self._place(request)
+
+    def take_over(self, request: ClientRequest, moves_after_s: float) -> None:
+        """Takes over a request from an ended session or from another cell's client.
+
+        Args:
+            request: The request.
+            moves_after_s: Seconds after which the request looks for another cell, if it is lost.
+        """
+        self._place(request)
+        self._schedule_move(request, moves_after_s)
 
     async def aclose(self, why: str) -> None:
         """Ends the sessions and all requests with the reason `why`; waits for the tasks."""
@@ -130,28 +148,28 @@ class Connector:
             # Readers of the requests must not wait forever, even if this call is cancelled.
             self._fail_all(errors.make(code_pb2.CANCELLED, why))
 
-    def _place(self, state: RequestState) -> None:
+    def _place(self, request: ClientRequest) -> None:
         """Submits a request to the current session, or queues it for the next one."""
         if self._session is not None and not self._session.closed:
-            self._session.submit(state)
+            self._session.submit(request)
             return
-        self._queue(state)
+        self._queue(request)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="baton client sessions")
 
-    def _queue(self, state: RequestState) -> None:
-        state.on_cancel = self._cancel_waiting
-        self._waiting[state] = None
+    def _queue(self, request: ClientRequest) -> None:
+        request.on_cancel = self._cancel_waiting
+        self._waiting[request] = None
 
-    def _cancel_waiting(self, state: RequestState) -> None:
+    def _cancel_waiting(self, request: ClientRequest) -> None:
         """Cancels a request that waits here, without a coordinator."""
-        self._drop(state)
-        state.finish_cancelled()
+        self._drop(request)
+        request.finish_cancelled()
 
-    def _drop(self, state: RequestState) -> None:
+    def _drop(self, request: ClientRequest) -> None:
         """Removes a request from the queue and from its retry delay."""
-        self._waiting.pop(state, None)
-        timer = self._delayed.pop(state, None)
+        self._waiting.pop(request, None)
+        timer = self._delayed.pop(request, None)
         if timer is not None:
             timer.cancel()
 
@@ -160,8 +178,8 @@ class Connector:
             timer.cancel()
         remaining = [*self._waiting, *self._delayed]
         self._waiting, self._delayed = {}, {}
-        for state in remaining:
-            state.fail(error)
+        for request in remaining:
+            request.fail(error)
 
     async def _run(self) -> None:
         """Opens sessions while requests wait for one and this is the current task."""
@@ -194,15 +212,15 @@ class Connector:
                 return False
         error = errors.combine([end.error for end in ends])
         permanent = all(end.permanent for end in ends)
-        for state in began_with:
-            if state in self._waiting and not state.resuming:
-                del self._waiting[state]
-                self._not_accepted(state, error)
-            elif state in self._waiting and permanent:
-                del self._waiting[state]
-                state.fail(resume_failed(error))
+        for request in began_with:
+            if request in self._waiting and not request.is_lost:
+                del self._waiting[request]
+                self._on_refused(request, error)
+            elif request in self._waiting and permanent:
+                del self._waiting[request]
+                request.fail(resume_failed(error))
             else:
-                state.delay_resume(error)
+                request.on_no_session(error)
         return False
 
     async def _serve(self, address: str) -> SessionEnd:
@@ -214,7 +232,7 @@ class Connector:
             ping_timeout_s=_PING_TIMEOUT_S,
             dial=self._dial,
         ) as channel:
-            session = Session(channel, address, on_open=self._opened, on_refused=self._not_accepted)
+            session = Session(channel, address, on_open=self._opened, on_refused=self._on_refused)
             end: SessionEnd | None = None
             try:
                 end = await session.run()
@@ -222,8 +240,8 @@ class Connector:
                 if self._draining.pop(session, None) is None:
                     self._session = None
                     self._skip_address(address)
-                for state in session.release():
-                    self._take_back(state, end)
+                for request in session.release():
+                    self._take_back(request, end)
         return end
 
     def _skip_address(self, address: str) -> None:
@@ -234,58 +252,54 @@ class Connector:
     def _opened(self, session: Session) -> None:
         self._session = session
         waiting, self._waiting = self._waiting, {}
-        for state in waiting:
-            session.submit(state)
+        for request in waiting:
+            session.submit(request)
 
-    def _take_back(self, state: RequestState, end: SessionEnd | None) -> None:
+    def _take_back(self, request: ClientRequest, end: SessionEnd | None) -> None:
         """Takes a request back from an ended session; `end` is None if the client is closing."""
-        if end is not None and end.permanent and end.served and not _is_of_others(state, end.error):
-            state.fail(end.error)
-        elif end is not None and (end.served or not end.refused):
+        if end is None:
+            self._queue(request)
+            return
+        is_of_others = _is_of_others(request, end.error)
+        if end.permanent and end.served and not is_of_others:
+            request.fail(end.error)
+        elif end.served or not end.refused:
             # A session that never served may have ended at a proxy: the request did not cause that.
             timeout_s = self._resume_timeout_s
-            if not timeout_s and _is_of_others(state, end.error):
+            if not timeout_s and is_of_others:
                 timeout_s = _RESUBMIT_TIMEOUT_S
-            state.on_session_lost(end.error, timeout_s, counts=end.served)
-        if end is None:
-            self._queue(state)
-        elif not state.ended:
-            # A request without tokens loses nothing by moving to another cell at once.
-            self._take_over(state, MOVES_AFTER_S if state.token_ids else 0.0)
+            request.on_session_lost(end.error, timeout_s, counts=end.served)
+        if not request.ended:
+            self.take_over(request, _moves_after_s(request))
 
-    def _may_move(self, state: RequestState, delay_s: float) -> None:
-        """Lets a request that lost its session look for another cell after `delay_s` seconds."""
+    def _schedule_move(self, request: ClientRequest, delay_s: float) -> None:
+        """Lets a lost request look for another cell after `delay_s` seconds."""
         if (
-            state.resuming
-            and self._find_other_connector is not None
-            and state not in self._move_timers
+            request.is_lost
+            and self._find_other_sessions is not None
+            and request not in self._move_timers
         ):
-            self._move_later(state, delay_s)
+            self._start_move_timer(request, delay_s)
 
-    def _move_later(self, state: RequestState, delay_s: float) -> None:
-        self._move_timers[state] = asyncio.get_running_loop().call_later(delay_s, self._move, state)
-
-    def _move(self, state: RequestState) -> None:
-        """Moves a waiting request to another cell's connector, or tries again later."""
-        del self._move_timers[state]
-        if not state.resuming or state.ended or state.cancel_requested:
-            return
-        assert self._find_other_connector is not None
-        other = (
-            self._find_other_connector(state)
-            if state in self._waiting or state in self._delayed
-            else None
+    def _start_move_timer(self, request: ClientRequest, delay_s: float) -> None:
+        self._move_timers[request] = asyncio.get_running_loop().call_later(
+            delay_s, self._move, request
         )
-        if other is None or other.num_requests >= other._max_requests:
-            self._move_later(state, MOVES_AFTER_S)
-            return
-        self._drop(state)
-        other._take_over(state, MOVES_AFTER_S)
 
-    def _take_over(self, state: RequestState, moves_after_s: float) -> None:
-        """Takes over a request that lost its session."""
-        self._place(state)
-        self._may_move(state, moves_after_s)
+    def _move(self, request: ClientRequest) -> None:
+        """Moves a waiting request to another cell's client, or tries again later."""
+        del self._move_timers[request]
+        if not request.is_lost or request.cancel_requested:
+            return
+        assert self._find_other_sessions is not None
+        other = None
+        if request in self._waiting or request in self._delayed:
+            other = self._find_other_sessions(request)
+        if other is None or other.is_full:
+            self._start_move_timer(request, MOVES_AFTER_S)
+            return
+        self._drop(request)
+        other.take_over(request, MOVES_AFTER_S)
 
     def _detach_draining_session(self) -> bool:
         """Detaches a draining session; returns False if there is no other address to use."""
@@ -300,59 +314,80 @@ class Connector:
         self._skip_address(session.address)
         return True
 
-    def _not_accepted(self, state: RequestState, error: RemoteError) -> None:
-        """Handles a refusal: schedules a resubmission or fails the request."""
-        if state.cancel_requested:
-            state.finish_cancelled()
+    def _on_refused(self, request: ClientRequest, error: RemoteError) -> None:
+        """Handles a refusal: the request is submitted again, now or later, or it ends."""
+        if request.cancel_requested:
+            request.finish_cancelled()
             return
-        if not state.resuming and errors.is_restarting(error):
+        if errors.is_restarting(error) and not request.is_lost:
             # The coordinator is restarting: the request waits for the next session.
-            state.on_session_lost(error, self._resume_timeout_s)
-            if state.ended:
+            request.on_session_lost(error, self._resume_timeout_s)
+            if request.ended:
                 return
         if self._detach_draining_session():
             # The other coordinators of the cell come first, if they can be reached.
-            self._take_over(state, MOVES_AFTER_S)
+            self.take_over(request, MOVES_AFTER_S)
             return
-        if (
-            state.resuming
-            and state.may_retry
-            and error.retry_after_s is not None
-            and state.remaining_retry_s > state.remaining_resume_s
-        ):
-            # No coordinator runs the request, and the refusal says when to submit it again.
-            state.start_over()
-        if state.resuming:
-            delay_s = resume_retry_delay_s(error, state.num_refusals, random.random())
-            remaining_s = state.remaining_resume_s
-        else:
-            delay_s = new_request_retry_delay_s(error, random.random())
-            remaining_s = state.remaining_retry_s
-        if delay_s is None or delay_s >= remaining_s:
+        if _may_start_over(request, error):
+            request.start_over()
+        delay_s = _retry_delay_s(request, error)
+        if delay_s is None:
             # If the request was never accepted, its caller may submit it again.
-            state.fail(resume_failed(error) if state.accepted else error)
+            request.fail(resume_failed(error) if request.accepted else error)
         else:
-            state.num_refusals += 1
-            if state.resuming:
-                state.delay_resume(error)
-            else:
-                state.retry()
-            state.on_cancel = self._cancel_waiting
-            self._delayed[state] = asyncio.get_running_loop().call_later(
-                delay_s, self._submit_delayed, state
-            )
-            self._may_move(state, MOVES_AFTER_S if state.token_ids else 0.0)
+            request.on_refused(error)
+            self._delay(request, delay_s)
 
-    def _submit_delayed(self, state: RequestState) -> None:
-        del self._delayed[state]
-        self._place(state)
+    def _delay(self, request: ClientRequest, delay_s: float) -> None:
+        """Submits a refused request again after a delay."""
+        request.on_cancel = self._cancel_waiting
+        self._delayed[request] = asyncio.get_running_loop().call_later(
+            delay_s, self._submit_delayed, request
+        )
+        self._schedule_move(request, _moves_after_s(request))
+
+    def _submit_delayed(self, request: ClientRequest) -> None:
+        del self._delayed[request]
+        self._place(request)
 
 
-def _is_of_others(state: RequestState, error: RemoteError) -> bool:
+def _moves_after_s(request: ClientRequest) -> float:
+    """Time after which a lost request looks for another cell.
+
+    A request without tokens loses nothing by moving at once.
+    """
+    return MOVES_AFTER_S if request.token_ids else 0.0
+
+
+def _may_start_over(request: ClientRequest, error: RemoteError) -> bool:
+    """Whether a lost and refused request is submitted as a new one: this may wait longer.
+
+    No coordinator runs the request, and the refusal says when to submit it again.
+    """
+    return (
+        request.is_lost
+        and request.may_retry
+        and error.retry_after_s is not None
+        and request.remaining_retry_s > request.remaining_resume_s
+    )
+
+
+def _retry_delay_s(request: ClientRequest, error: RemoteError) -> float | None:
+    """Returns the delay before a refused request is submitted again; None: never."""
+    if request.is_lost:
+        delay_s = resume_retry_delay_s(error, request.num_refusals, random.random())
+        remaining_s = request.remaining_resume_s
+    else:
+        delay_s = new_request_retry_delay_s(error, random.random())
+        remaining_s = request.remaining_retry_s
+    return delay_s if delay_s is not None and delay_s < remaining_s else None
+
+
+def _is_of_others(request: ClientRequest, error: RemoteError) -> bool:
     """Whether a session's error is about the credentials of other requests than this one.
 
     A coordinator ends a session in which no credential was valid for a while. It has refused all
     requests that it has read, so it has not read the unanswered ones.
     """
-    is_unanswered = state.accepted is None or state.resuming
+    is_unanswered = request.phase is not RequestPhase.RUNNING
     return is_unanswered and error.code == code_pb2.UNAUTHENTICATED

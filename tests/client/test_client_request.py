@@ -1,15 +1,16 @@
-"""The state of a request across lost sessions."""
+"""A request of the client across lost sessions."""
 
 import asyncio
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_inference import accepted, delta, finished
 
 from baton.client import Accepted, Finished, Tokens
+from baton.client.client_request import TRANSITIONS, ClientRequest, RequestPhase
 from baton.client.errors import make
-from baton.client.request_state import RequestState
 from baton.v1 import inference_pb2
 
 
@@ -26,36 +27,36 @@ def test_lost_sessions_do_not_change_the_output(output, max_buffered_events):
     texts, ends, chosen = output
     whole = "".join(texts)
 
-    def send(state, until):
-        request = state.message()
-        num_known, num_chars = len(request.resume.token_ids), request.resume.num_text_chars
-        assert list(request.resume.token_ids) == list(range(num_known))
-        state.on_event(accepted(1, "r1"))
+    def send(request, until):
+        message = request.message()
+        num_known, num_chars = len(message.resume.token_ids), message.resume.num_text_chars
+        assert list(message.resume.token_ids) == list(range(num_known))
+        request.on_event(accepted(1, "r1"))
         if num_known:
             again = chosen.randrange(num_known)
             known = range(again, chosen.randint(again + 1, num_known))
-            state.on_event(delta(1, again, known, "".join(texts[again : known.stop])))
+            request.on_event(delta(1, again, known, "".join(texts[again : known.stop])))
         while num_known < until:
             upto = chosen.randint(num_known + 1, until)
             final = len("".join(texts[:upto]))
             to = final if upto == len(texts) else chosen.randint(min(num_chars, final), final)
             text = whole[num_chars:to]
             num_chars = max(num_chars, to)
-            state.on_event(delta(1, num_known, range(num_known, upto), text))
+            request.on_event(delta(1, num_known, range(num_known, upto), text))
             num_known = upto
 
     async def run():
-        request = inference_pb2.GenerateRequest(text="x")
-        state = RequestState(request, max_buffered_events=max_buffered_events, timeout_s=None)
+        message = inference_pb2.GenerateRequest(text="x")
+        request = ClientRequest(message, max_buffered_events=max_buffered_events, timeout_s=None)
         events = []
         for end in sorted(ends):
-            send(state, end)
-            state.on_session_lost(make(14, "lost"), 3600)
-            while state.num_buffered and chosen.random() < 0.5:
-                events.append(await state.next())
-        send(state, len(texts))
-        state.on_event(finished(1))
-        while (event := await state.next()) is not None:
+            send(request, end)
+            request.on_session_lost(make(14, "lost"), 3600)
+            while request.buffer and chosen.random() < 0.5:
+                events.append(await request.next())
+        send(request, len(texts))
+        request.on_event(finished(1))
+        while (event := await request.next()) is not None:
             events.append(event)
         return events
 
@@ -73,16 +74,31 @@ def test_tokens_for_a_slow_reader_are_joined_once(monkeypatch):
     monkeypatch.setattr(Tokens, "joined", lambda parts: sizes.append(len(parts)) or joined(parts))
 
     async def run():
-        request = inference_pb2.GenerateRequest(text="x")
-        state = RequestState(request, max_buffered_events=4, timeout_s=None)
-        state.on_event(accepted(1, "r1"))
+        message = inference_pb2.GenerateRequest(text="x")
+        request = ClientRequest(message, max_buffered_events=4, timeout_s=None)
+        request.on_event(accepted(1, "r1"))
         for offset in range(100):
-            state.on_event(delta(1, offset, [offset], "t"))
-        state.on_event(finished(1))
-        return await state.read()
+            request.on_event(delta(1, offset, [offset], "t"))
+        request.on_event(finished(1))
+        return await request.read()
 
     first, *parts, last = asyncio.run(run())
     assert [type(first), type(last)] == [Accepted, Finished]
     assert [token for part in parts for token in part.token_ids] == list(range(100))
     assert [len(part.token_ids) for part in parts] == [1, 1, 98]
     assert sizes == [98]
+
+
+@pytest.mark.parametrize("old", RequestPhase)
+@pytest.mark.parametrize("new", RequestPhase)
+async def test_only_moves_of_the_table_are_allowed(old, new):
+    message = inference_pb2.GenerateRequest(text="x")
+    request = ClientRequest(message, max_buffered_events=4, timeout_s=None)
+    request.phase = old
+    if new in TRANSITIONS[old]:
+        request._advance(new)
+        assert request.phase is new
+    else:
+        with pytest.raises(ValueError, match=f"no move from {old.name} to {new.name}"):
+            request._advance(new)
+        assert request.phase is old
