@@ -226,7 +226,12 @@ class Exchange:
 
     async def _output_parser(self, cell: Cell, chat: ChatBody) -> ChatOutputParser | None:
         if cell.parsers is not None:
-            return await cell.parsers.chat(chat, request_credential(self._headers))
+            # In Messages, "none" stands for thinking that is disabled, which is no effort.
+            return await cell.parsers.chat(
+                chat,
+                request_credential(self._headers),
+                lowers_effort=self._route.path == MESSAGES,
+            )
         if chat.may_call:
             raise error_responses.tools_unsupported()
         return None
