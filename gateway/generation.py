@@ -17,6 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from baton.client import Completion, Finished, RequestOptions, Tokens, TokenStream
+from baton.client.errors import AlreadyExistsError
 from baton.gateway import (
     body_parser,
     body_reader,
@@ -39,7 +40,8 @@ from baton.gateway.rendered_prompt import RenderedPrompt, render_prompts
 from baton.gateway.request_bodies import ChatBody, GenerationBody
 from baton.gateway.responses_route import RESPONSES
 from baton.runtime.config import HttpConfig
-from baton.runtime.errors import RemoteError
+from baton.runtime.errors import RemoteError, shown
+from baton.runtime.names import REQUEST_IDS
 
 if TYPE_CHECKING:
     from baton.gateway.vllm_parsers import ChatOutputParser, ChoiceOutputParser
@@ -86,9 +88,12 @@ class Exchange:
         self._headers = Headers(scope=scope)
         self._writer: ChunkWriter | None = scope.get("extensions", {}).get(CHUNK_WRITER)
         self._started_at = time.monotonic()
-        self._id = self._headers.get("x-request-id") or parsed_request.new_request_id(
-            _ID_PREFIXES[route.path]
-        )
+        # The client's name of the request; proxies give several requests the same one.
+        self._header_id = self._headers.get("x-request-id", "")
+        # ID of the request without the header.
+        self._own_id = parsed_request.new_request_id(_ID_PREFIXES[route.path])
+        # ID of the request, which no other running request of the tenant has.
+        self._id = self._header_id or self._own_id
         self._choices: Choices | None = None
         # The cells that the request was sent to first and last.
         self._first: Cell | None = None
@@ -148,7 +153,14 @@ class Exchange:
         self._first = cells[0]
         for number, cell in enumerate(cells, start=1):
             try:
-                await self._serve_from(cell, request, chat)
+                try:
+                    await self._serve_from(cell, request, chat)
+                except AlreadyExistsError:
+                    if request.id != self._header_id or self._response_started:
+                        raise
+                    await self._close_streams()
+                    request = self._with_own_id(request, "is the ID of a running request")
+                    await self._serve_from(cell, request, chat)
                 return
             except RemoteError as error:
                 self._route.cells.report_failure(cell, error)
@@ -222,6 +234,8 @@ class Exchange:
         if request.num_choices > limit:
             allowed = f"prompts times n must be at most {limit}, is {request.num_choices}"
             raise error_responses.invalid_value("n", request.n, allowed)
+        if request.id == self._header_id and not request.has_valid_id:
+            request = self._with_own_id(request, f"is not {REQUEST_IDS}")
         return request, chat
 
     async def _output_parser(self, cell: Cell, chat: ChatBody) -> ChatOutputParser | None:
@@ -238,9 +252,17 @@ class Exchange:
 
     def _set_request_id(self, body: GenerationBody) -> str:
         """Returns the request ID: from the header, the body, or generated."""
-        if body.request_id is not None and not self._headers.get("x-request-id"):
-            self._id = body.request_id
+        if body.request_id is not None:
+            self._own_id = body.request_id
+            self._id = self._header_id or self._own_id
         return self._id
+
+    def _with_own_id(self, request: ParsedRequest, reason: str) -> ParsedRequest:
+        """Returns the request with the ID that it has without the header `x-request-id`."""
+        self._id = self._own_id
+        extra = {"request_id": self._id}
+        _log.info("x-request-id: %s %s", shown(self._header_id), reason, extra=extra)
+        return replace(request, id=self._id)
 
     async def _tokenizer(
         self, cell: Cell, request: ParsedRequest, output_parser: ChatOutputParser | None
@@ -394,7 +416,8 @@ class Exchange:
         cell = self._cell
         if status == 200 and cell is not None and not self._route.cells.is_unreachable(cell):
             cell.outage.served()
-        own = (b"x-request-id", self._id.encode("latin-1", "replace"))
+        told = self._header_id or self._id
+        own = (b"x-request-id", told.encode("latin-1", "replace"))
         await self._send(
             {"type": "http.response.start", "status": status, "headers": [*headers, own]}
         )

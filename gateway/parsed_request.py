@@ -12,6 +12,7 @@ from baton.client import Prompt, RequestOptions
 from baton.client.request import LaneName, SamplingOptions
 from baton.gateway.error_responses import invalid_value
 from baton.gateway.request_bodies import ChatBody, CompletionBody, GenerationBody, StreamOptions
+from baton.runtime.names import is_request_id
 
 # Headers of coding agents and proxies that name a session, in order of precedence.
 SESSION_HEADERS = ("x-claude-code-session-id", "x-session-affinity", "x-session-id", "session-id")
@@ -91,15 +92,21 @@ class ParsedRequest:
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
 
+    @property
+    def has_valid_id(self) -> bool:
+        """Whether the coordinator takes the IDs of all choices."""
+        return is_request_id(self._choice_id(self.num_choices - 1))
+
     def choice_requests(self) -> Iterator[tuple[Prompt, RequestOptions]]:
         """Yields the prompt and client options of each choice, in order of the choice index."""
         for index in range(self.num_choices):
-            options: RequestOptions = {**self.options, "request_id": self.id}
-            if self.num_choices > 1:
-                options["request_id"] = f"{self.id}-{index}"
+            options: RequestOptions = {**self.options, "request_id": self._choice_id(index)}
             if self.seed is not None:
                 options["seed"] = self.seed + index % self.n
             yield self.prompts[index // self.n], options
+
+    def _choice_id(self, index: int) -> str:
+        return f"{self.id}-{index}" if self.num_choices > 1 else self.id
 
 
 def new_request_id(prefix: str) -> str:

@@ -25,7 +25,7 @@ from baton.cli.gateway import resume_timeout_s
 from baton.client import errors
 from baton.gateway import choices
 from baton.runtime.config import parse
-from baton.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
+from baton.runtime.errors import AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable
 from baton.v1 import common_pb2
 
 WAIT_S = 300.0
@@ -442,6 +442,54 @@ async def test_a_refused_choice_fails_the_request_and_cancels_the_others(
     connection.send(failed(numbers[2], refused))
     assert (await answer).status_code == 429
     assert {await connection.cancelled() for _ in range(2)} == set(numbers[:2])
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_header_id_that_is_in_use_is_replaced(inference, scripted, n):
+    headers = {"x-request-id": "same"}
+    answer = asyncio.create_task(post(scripted, {"prompt": "x", "n": n}, **headers))
+    connection = await inference.connection()
+    for _ in range(n):
+        number = (await connection.submitted()).stream
+    connection.send(failed(number, AlreadyExists("request_id: is in use")))
+    if n == 2:
+        await connection.cancelled()
+    ids = []
+    for _ in range(n):
+        submit = await connection.submitted()
+        ids.append(submit.request.request_id)
+        connection.send(accepted(submit.stream), finished(submit.stream))
+    response = await answer
+    assert response.status_code == 200
+    own = response.json()["id"]
+    assert own.startswith("cmpl-")
+    assert ids == ([own] if n == 1 else [f"{own}-0", f"{own}-1"])
+    assert response.headers["x-request-id"] == "same"
+
+
+async def test_an_id_in_the_body_that_is_in_use_is_refused(inference, scripted):
+    answer = asyncio.create_task(post(scripted, {"prompt": "x", "request_id": "same"}))
+    connection = await inference.connection()
+    number = (await connection.submitted()).stream
+    connection.send(failed(number, AlreadyExists("request_id: is in use")))
+    assert (await answer).status_code == 409
+
+
+@pytest.mark.parametrize(
+    ("sent", "n"),
+    [("host/abc-001", 1), ("a+b=", 1), ("caf\u00e9", 1), ("a" * 200, 1), ("a" * 127, 2)],
+)
+async def test_a_header_id_that_no_request_can_have_is_replaced(inference, scripted, sent, n):
+    headers = {"x-request-id": sent.encode("latin-1")}
+    answer = asyncio.create_task(post(scripted, {"prompt": "x", "n": n}, **headers))
+    connection = await inference.connection()
+    for _ in range(n):
+        submit = await connection.submitted()
+        assert submit.request.request_id.startswith("cmpl-")
+        connection.send(accepted(submit.stream), finished(submit.stream))
+    response = await answer
+    assert response.status_code == 200
+    assert response.headers["x-request-id"] == sent
 
 
 def over_limit(stream, reason="CREDENTIAL_CONCURRENCY", retry_after_s=WAIT_S):
