@@ -95,6 +95,7 @@ class MessageConversion:
             # Claude Code names its session there. Its requests share a prefix.
             self.chat["prompt_cache_key"] = _session(user)
         self._converter, self._begun = _StreamConverter(), False
+        self._arguments = _StreamedArguments()
         # The chunks like the last one, and the parts of their events around the text.
         self._plain: PlainChunks | None = None
         self._start = self._end = ""
@@ -121,7 +122,7 @@ class MessageConversion:
         if not self._begun:
             self._begun = True
             events += self._converter.convert(_with_only_a_role(chunk))
-        events += self._converter.convert(chunk)
+        events += self._converter.convert(self._arguments.checked(chunk))
         self._plain = PlainChunks.like(chunk)
         if self._plain is not None and not self._split(events[-1] if events else ""):
             self._plain = None
@@ -153,6 +154,36 @@ class MessageConversion:
         start, end = split_at_text(found)
         self._start, self._end = f"{_BLOCK_DELTA}{start}", f"{end}\n\n"
         return True
+
+
+class _StreamedArguments:
+    """Leaves out streamed arguments of tool calls that are no JSON object, as `_as_object` does.
+
+    Anthropic's clients parse the arguments while they arrive, and fail with those that are no JSON.
+    """
+
+    def __init__(self) -> None:
+        # By the index of a call with arguments: whether they begin an object.
+        self._are_objects: dict[int, bool] = {}
+
+    def checked(self, chunk: str) -> str:
+        """Returns a chunk without the arguments that are left out."""
+        # Within a text, the quotation marks would be escaped.
+        if '"tool_calls":[{' not in chunk:
+            return chunk
+        found = json.loads(chunk.removeprefix("data: "))
+        for choice in found["choices"]:
+            for call in choice["delta"].get("tool_calls") or ():
+                function = call.get("function") or {}
+                arguments: str = function.get("arguments") or ""
+                index = call["index"]
+                if index not in self._are_objects:
+                    # Clients cannot parse white space alone.
+                    arguments = arguments.lstrip()
+                    if arguments:
+                        self._are_objects[index] = arguments.startswith("{")
+                function["arguments"] = arguments if self._are_objects.get(index) else ""
+        return f"data: {json.dumps(found)}"
 
 
 class _StreamConverter:
