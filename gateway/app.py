@@ -147,6 +147,8 @@ class Gateway:
                     for route in POOLING_ROUTES
                 ),
                 Route("/v1/models", self._counted("/v1/models", self._models)),
+                # Some clients put a slash behind each path.
+                Route("/v1/models/", self._counted("/v1/models", self._models)),
                 Route("/v1/models/{name:path}", self._counted("/v1/models", self._one_model)),
                 Route("/health", self._counted("/health", self._health)),
                 # vLLM has /ping for SageMaker. Metrics count it as /health.
