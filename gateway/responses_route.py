@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from baton.gateway.cells import Cells
 from baton.gateway.converted_route import Conversion
 from baton.gateway.coordinator_queries import request_credential, with_bearer
-from baton.gateway.error_responses import HttpError
+from baton.gateway.error_responses import HttpError, invalid_value
 from baton.gateway.parsed_request import session_in
 from baton.gateway.response_store import ResponseStore, StoredResponse
 
@@ -75,6 +75,10 @@ class Responses:
         if not self._store.max_bytes:
             message = "this gateway stores no responses: http.stored_responses_bytes is 0"
         else:
+        stream = request.query_params.get("stream", "false")
+        if stream.lower() not in ("false", "0"):
+            allowed = "must be false: a stored response is sent as a whole"
+            raise invalid_value("stream", stream, allowed)
             message = f"response {name[:80]!r} is not stored here, or not any more"
         code = "previous_response_not_found" if param else "not_found"
         return HttpError(status, message, param=param, code=code)
