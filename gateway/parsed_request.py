@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ from baton.runtime.names import is_request_id
 
 # Headers of coding agents and proxies that name a session, in order of precedence.
 SESSION_HEADERS = ("x-claude-code-session-id", "x-session-affinity", "x-session-id", "session-id")
+# The coordinator's limit for the ID of a session.
+_MAX_SESSION_CHARS = 256
 # OpenAI's default max_tokens of /v1/completions.
 _DEFAULT_COMPLETION_TOKENS = 16
 # Each choice is a request with images of its own.
@@ -222,8 +225,16 @@ def _options(body: GenerationBody, headers: Mapping[str, str]) -> RequestOptions
 
 
 def session_in(headers: Mapping[str, str]) -> str | None:
-    """Returns the session that a request's headers name, if any."""
-    return next((value for name in SESSION_HEADERS if (value := headers.get(name))), None)
+    """Returns the ID of the session that a request's headers name, if any."""
+    named = next((value for name in SESSION_HEADERS if (value := headers.get(name))), None)
+    return session_id(named) if named is not None else None
+
+
+def session_id(name: str) -> str:
+    """Returns the ID of a session whose name may be longer than such an ID."""
+    if len(name) <= _MAX_SESSION_CHARS:
+        return name
+    return hashlib.sha256(name.encode()).hexdigest()
 
 
 def _structured(body: GenerationBody) -> dict[str, Any]:

@@ -366,6 +366,7 @@ async def test_errors_of_responses_have_openais_form(gateway):
     ("field", "value", "param"),
     [
         ("input", 5, "input"),
+        ("input", [], "input"),
         ("input", [5], "input[0]"),
         ("input", [{"role": "robot", "content": "a"}], "input[0].role"),
         (

@@ -1,6 +1,7 @@
 """A gateway in front of a coordinator whose events the test sends."""
 
 import asyncio
+import hashlib
 import json
 import os
 import sys
@@ -793,6 +794,8 @@ async def test_headers_of_agents_name_the_session(scripted, inference):
         ({}, {"session-id": "s4", "x-session-id": "s3"}, "s3"),
         ({}, {"session-id": "s4", "x-claude-code-session-id": "s1"}, "s1"),
         (key, {"x-session-affinity": "s2"}, "key"),
+        # Longer than an ID may be.
+        ({}, {"x-session-id": "a" * 300}, hashlib.sha256(b"a" * 300).hexdigest()),
     ]
     connection = None
     async with httpx.AsyncClient(base_url=scripted.url) as http:
