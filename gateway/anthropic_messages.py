@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import types
 from collections import deque
@@ -30,6 +29,7 @@ from baton.gateway.anthropic_route import error_body
 from baton.gateway.body_parser import check_length, json_object, parse_as
 from baton.gateway.error_responses import HttpError, invalid_value
 from baton.gateway.fail_fast import FailFast
+from baton.gateway.parsed_request import session_id
 from baton.gateway.plain_chunks import TEXT, PlainChunks, split_at_text
 from baton.gateway.request_bodies import MAX_PARTS, template_kwargs
 
@@ -59,8 +59,6 @@ _BLOCKS = get_args(AnthropicContentBlock.model_fields["type"].annotation)
 _OF_SERVER_TOOLS = ("_tool_use", "_tool_result")
 # Text of an assistant's turn that has neither a text nor calls, such as a thought that was cut off.
 _NO_TEXT = "[no text]"
-# The coordinator's limit for the ID of a session.
-_MAX_SESSION_CHARS = 256
 # How an event with a part of a content block begins, and the fields of its delta with a text.
 _BLOCK_DELTA = "event: content_block_delta\ndata: "
 _TEXT_FIELDS = {"text_delta": "text", "thinking_delta": "thinking"}
@@ -93,8 +91,9 @@ class MessageConversion:
         user = (request.metadata or {}).get("user_id")
         if isinstance(user, str) and user:
             # Claude Code names its session there. Its requests share a prefix.
-            self.chat["prompt_cache_key"] = _session(user)
+            self.chat["prompt_cache_key"] = session_id(user)
         self._converter, self._begun = _StreamConverter(), False
+        self._arguments = _StreamedArguments()
         # The chunks like the last one, and the parts of their events around the text.
         self._plain: PlainChunks | None = None
         self._start = self._end = ""
@@ -121,7 +120,7 @@ class MessageConversion:
         if not self._begun:
             self._begun = True
             events += self._converter.convert(_with_only_a_role(chunk))
-        events += self._converter.convert(chunk)
+        events += self._converter.convert(self._arguments.checked(chunk))
         self._plain = PlainChunks.like(chunk)
         if self._plain is not None and not self._split(events[-1] if events else ""):
             self._plain = None
@@ -153,6 +152,36 @@ class MessageConversion:
         start, end = split_at_text(found)
         self._start, self._end = f"{_BLOCK_DELTA}{start}", f"{end}\n\n"
         return True
+
+
+class _StreamedArguments:
+    """Leaves out streamed arguments of tool calls that are no JSON object, as `_as_object` does.
+
+    Anthropic's clients parse the arguments while they arrive, and fail with those that are no JSON.
+    """
+
+    def __init__(self) -> None:
+        # By the index of a call with arguments: whether they begin an object.
+        self._are_objects: dict[int, bool] = {}
+
+    def checked(self, chunk: str) -> str:
+        """Returns a chunk without the arguments that are left out."""
+        # Within a text, the quotation marks would be escaped.
+        if '"tool_calls":[{' not in chunk:
+            return chunk
+        found = json.loads(chunk.removeprefix("data: "))
+        for choice in found["choices"]:
+            for call in choice["delta"].get("tool_calls") or ():
+                function = call.get("function") or {}
+                arguments: str = function.get("arguments") or ""
+                index = call["index"]
+                if index not in self._are_objects:
+                    # Clients cannot parse white space alone.
+                    arguments = arguments.lstrip()
+                    if arguments:
+                        self._are_objects[index] = arguments.startswith("{")
+                function["arguments"] = arguments if self._are_objects.get(index) else ""
+        return f"data: {json.dumps(found)}"
 
 
 class _StreamConverter:
@@ -198,13 +227,6 @@ class _StreamConverter:
 def _pause() -> Generator[None]:
     """Returns to the caller of `send`."""
     yield
-
-
-def _session(user: str) -> str:
-    """Returns the ID of the session of a user, whose name may be longer than such an ID."""
-    if len(user) <= _MAX_SESSION_CHARS:
-        return user
-    return hashlib.sha256(user.encode()).hexdigest()
 
 
 def tokenize_body(body: bytes) -> dict[str, Any]:

@@ -15,6 +15,16 @@ from baton.gateway.parsed_request import session_in
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 _MODULE = "anthropic_messages"
+# Fields of the Messages API by the fields of the chat that they become.
+_NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "messages": "messages",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "prompt_cache_key": "metadata.user_id",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+}
 # Anthropic's error types by HTTP status; https://docs.anthropic.com/en/api/errors.
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -31,6 +41,7 @@ class Messages:
     """The dialect of /v1/messages."""
 
     path, module = MESSAGES, _MODULE
+    names: Mapping[str, str] = _NAMES
 
     def begin(self, module: ModuleType, body: bytes, headers: Headers) -> Conversion:
         conversion: Conversion = module.MessageConversion(body)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,40 +12,32 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton import __version__
-from baton.client.errors import NotFoundError
-from baton.gateway import body_reader, dashboard, error_responses
-from baton.gateway.admin_credential import use_credential
+from baton.gateway import body_reader, error_responses
 from baton.gateway.anthropic_route import COUNT_TOKENS, MESSAGES, Messages, count_tokens
 from baton.gateway.batches import BATCHES, FILES
 from baton.gateway.batches.database import Database
 from baton.gateway.caller_slots import CallerSlots
-from baton.gateway.cell import Cell
 from baton.gateway.cells import Cells
 from baton.gateway.client_disconnect import until_disconnect
 from baton.gateway.converted_route import ConvertedRoute, Dialect, error_response
-from baton.gateway.coordinator_queries import (
-    PerCallerQuery,
-    QueryLimiter,
-    request_credential,
-    with_bearer,
-)
-from baton.gateway.dashboard.data import overview
-from baton.gateway.dashboard.data import request as render_request
+from baton.gateway.coordinator_queries import QueryLimiter
+from baton.gateway.dashboard.routes import DASHBOARD, DashboardRoutes
 from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError
 from baton.gateway.generation import CHAT, COMPLETIONS, Generation
 from baton.gateway.metrics import GatewayCollector, GatewayStats
 from baton.gateway.metrics_auth import MetricsAuth
+from baton.gateway.model_routes import MODELS, ModelRoutes
 from baton.gateway.pooling_route import POOLING_ROUTES, PoolingRoute
 from baton.gateway.response_store import ResponseStore
 from baton.gateway.responses_route import RESPONSES, Responses
+from baton.gateway.route_table import RouteTable
 from baton.gateway.tokenize_routes import TokenizeRoutes
 from baton.runtime.config import HttpConfig
-from baton.runtime.errors import RemoteError, shown
 from baton.runtime.refusals import Refusals
 from baton.runtime.security_config import SecurityConfig
 
@@ -56,16 +47,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Seconds for which the dashboard's data is cached per caller.
-_OVERVIEW_TTL_S = 1.0
-_DASHBOARD, _MAX_LISTED = "/dashboard", 25
-_DATA_HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
-# The page loads nothing from other origins, and no other page may embed it in a frame.
-_PAGE_HEADERS = {
-    "cache-control": "no-cache",
-    "content-security-policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-}
 _ERROR_KINDS = {404: "not_found_error"}
 
 
@@ -103,15 +84,8 @@ class Gateway:
         self._slots = slots = CallerSlots(config.max_running_requests, "requests", "gateway_full")
         self._registry = GatewayCollector(self.stats, slots).registry()
         self._registry.register(self.refusals)
-        self._created = int(time.time())
         self._bodies = bodies = body_reader.BodyReader(config)
-        self._cells, self._query_limiter = cells, query_limiter
-        self._overviews = {
-            cell.name: PerCallerQuery(
-                partial(_fetch_overview, cell), _OVERVIEW_TTL_S, query_limiter
-            )
-            for cell in cells
-        }
+        self._cells = cells
         tokenizing = TokenizeRoutes(cells)
         self._generations: dict[str, ASGIApp] = {
             route: Generation(route, cells, config, bodies, self.stats, slots)
@@ -132,6 +106,14 @@ class Gateway:
             stats = self.stats.batches
             self.batches = BatchRunner(database, self._generations, config, stats, clock)
             batch_routes = BatchRoutes(self.batches, cells, config, bodies).table()
+        pooling_models = self.pooling.models if self.pooling is not None else ()
+        # Names in the metrics, and the routes that are counted by this name.
+        tables: list[tuple[str, RouteTable]] = [
+            (MODELS, ModelRoutes(cells, pooling_models).table()),
+            (FILES, [one for one in batch_routes if one[0].startswith(FILES)]),
+            (BATCHES, [one for one in batch_routes if one[0].startswith(BATCHES)]),
+            (DASHBOARD, DashboardRoutes(cells, query_limiter).table()),
+        ]
         self._other_routes = Starlette(
             routes=[
                 *(
@@ -146,8 +128,6 @@ class Gateway:
                     )
                     for route in POOLING_ROUTES
                 ),
-                Route("/v1/models", self._counted("/v1/models", self._models)),
-                Route("/v1/models/{name:path}", self._counted("/v1/models", self._one_model)),
                 Route("/health", self._counted("/health", self._health)),
                 # vLLM has /ping for SageMaker. Metrics count it as /health.
                 Route("/ping", self._counted("/health", self._health), methods=["GET", "POST"]),
@@ -177,16 +157,12 @@ class Gateway:
                     ),
                     methods=["POST"],
                 ),
-                *(
-                    Route(
-                        path,
-                        self._counted(FILES if path.startswith(FILES) else BATCHES, answer),
-                        methods=methods,
-                    )
-                    for path, answer, methods in batch_routes
-                ),
                 Route("/metrics", self._counted("/metrics", self._metrics)),
-                *self._dashboard(),
+                *(
+                    Route(path, self._counted(name, answer), methods=methods)
+                    for name, table in tables
+                    for path, answer, methods in table
+                ),
             ],
             exception_handlers={HTTPException: self._no_route},
         )
@@ -235,54 +211,6 @@ class Gateway:
 
         return endpoint
 
-    async def _models(self, request: Request) -> Response:
-        found = await self._listed_models(request)
-        # Anthropic's clients read pages. This is the only one.
-        ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {}
-        return JSONResponse({"object": "list", "data": found, "has_more": False, **ends})
-
-    async def _one_model(self, request: Request) -> Response:
-        found = await self._listed_models(request)
-        name = request.path_params["name"]
-        for one in found:
-            if one["id"] == name:
-                return JSONResponse(one)
-        raise error_responses.model_not_found(name, [str(one["id"]) for one in found])
-
-    async def _listed_models(self, request: Request) -> list[dict[str, object]]:
-        """Lists each base model followed by its adapters, as vLLM does, and the pooling models.
-
-        Each has the fields of OpenAI's, of vLLM's and of Anthropic's API.
-        """
-        models = await self._cells.models(request_credential(with_bearer(request.headers)))
-        pooling = self.pooling.models if self.pooling is not None else ()
-        created_at = datetime.fromtimestamp(self._created, UTC).isoformat()
-        return [
-            {
-                "id": name,
-                "object": "model",
-                "created": self._created,
-                "owned_by": "baton",
-                "root": name,
-                "parent": parent,
-                "max_model_len": max_model_len or None,
-                "type": "model",
-                "display_name": name,
-                "created_at": created_at,
-            }
-            for name, parent, max_model_len in (
-                *(
-                    (name, parent, model.max_model_len)
-                    for model in models
-                    for name, parent in (
-                        (model.name, None),
-                        *((adapter.name, model.name) for adapter in model.adapters),
-                    )
-                ),
-                *((name, None, 0) for name in pooling),
-            )
-        ]
-
     async def _health(self, request: Request) -> Response:
         await self._cells.ready()
         return Response(status_code=200)
@@ -306,70 +234,6 @@ class Gateway:
         self._metrics_auth.check(request.headers, request.client.host if request.client else "")
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
-    # ---- The dashboard. Its data is for operators: the coordinator checks the caller's credential.
-
-    def _dashboard(self) -> list[Route]:
-        def page(body: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:
-            async def answer(request: Request) -> Response:
-                return Response(body, media_type=kind, headers=_PAGE_HEADERS)
-
-            return answer
-
-        routes = [
-            Route(f"{_DASHBOARD}/{path}".rstrip("/"), self._counted(_DASHBOARD, page(body, kind)))
-            for path, (body, kind) in dashboard.files().items()
-        ]
-
-        async def redirect_to_page(request: Request) -> Response:
-            return RedirectResponse(_DASHBOARD)
-
-        return [
-            # `baton up` prints the root URL, which people open in a browser.
-            Route("/", self._counted(_DASHBOARD, redirect_to_page)),
-            *routes,
-            Route(f"{_DASHBOARD}/data", self._counted(_DASHBOARD, self._data)),
-            Route(
-                f"{_DASHBOARD}/requests/{{request_id:path}}",
-                self._counted(_DASHBOARD, self._waterfall),
-            ),
-        ]
-
-    def _selected_cell(self, request: Request) -> Cell:
-        """Returns the cell that the query names; by default the first reachable cell.
-
-        Raises HttpError if there is no cell of that name.
-        """
-        name = request.query_params.get("cell")
-        if name is None:
-            return min(self._cells, key=self._cells.is_unreachable)
-        for cell in self._cells:
-            if cell.name == name:
-                return cell
-        known = " or ".join(repr(cell.name) for cell in self._cells)
-        message = f"cell is {shown(name)}; must be {known}"
-        raise HttpError(404, message, kind=_ERROR_KINDS[404], param="cell", code="no_such_cell")
-
-    async def _data(self, request: Request) -> Response:
-        # All viewers with the same credential share one query per _OVERVIEW_TTL_S.
-        name = self._selected_cell(request).name
-        found = await self._overviews[name].get(request_credential(request.headers))
-        found = {**found, "cell": name, "cells": [cell.name for cell in self._cells]}
-        return JSONResponse(found, headers=_DATA_HEADERS)
-
-    async def _waterfall(self, request: Request) -> Response:
-        watcher = self._selected_cell(request).watcher
-        with use_credential(request_credential(request.headers)):
-            try:
-                request_id = request.path_params["request_id"]
-                tenant = request.query_params.get("tenant", "")
-                found = await self._query_limiter.run(lambda: watcher.request(request_id, tenant))
-            except NotFoundError as error:
-                kind = _ERROR_KINDS[404]
-                raise HttpError(404, str(error), kind=kind, code="request_not_found") from None
-            except RemoteError as error:
-                raise error_responses.from_remote_error(error) from None
-        return JSONResponse(render_request(found), headers=_DATA_HEADERS)
-
     async def _no_route(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         self.stats.requests["other", error.status_code] += 1
@@ -389,7 +253,7 @@ def _pooling_servers(config: HttpConfig, stats: GatewayStats) -> PoolingServers 
     return PoolingServers(config.pooling, stats)
 
 
-def _batches_off() -> list[tuple[str, Callable[[Request], Awaitable[Response]], list[str]]]:
+def _batches_off() -> RouteTable:
     """Returns path, endpoint and methods of the routes of files and batches, which refuse."""
 
     async def refuse(request: Request) -> Response:
@@ -408,13 +272,6 @@ def _batches_off() -> list[tuple[str, Callable[[Request], Awaitable[Response]], 
 
 async def _tokenizer_info(tokenizing: TokenizeRoutes, request: Request) -> Response:
     return JSONResponse(await tokenizing.info(request.headers))
-
-
-async def _fetch_overview(cell: Cell, authorization: str) -> dict[str, object]:
-    """Fetches the dashboard's data of a cell with a caller's credential."""
-    with use_credential(authorization):
-        view = await cell.watcher.look(include_history=True)
-        return overview(view, await cell.watcher.requests(_MAX_LISTED))
 
 
 def _response(problem: HttpError, headers: Mapping[str, str] | None = None) -> Response:

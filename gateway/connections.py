@@ -33,16 +33,16 @@ CHUNK_WRITER = "baton.chunk_writer"
 
 
 class ChunkWriter:
-    """Writes parts of a chunked response that has begun and not ended, without a coroutine each.
+    """Writes parts of a response that has begun and not ended, without a coroutine each.
 
     Args:
-        cycle: The request and its response.
+        cycle: The request and its response, which has no known length.
     """
 
-    __slots__ = ("_flow", "_transport")
+    __slots__ = ("_cycle",)
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._flow, self._transport = cycle.flow, cycle.transport
+        self._cycle = cycle
 
     def pusher(self, render: Callable[[T], bytes]) -> Callable[[T], bool]:
         """Returns a function that renders a value and writes it as a part of the response.
@@ -53,17 +53,38 @@ class ChunkWriter:
         Args:
             render: Renders a part; nothing is written for an empty one.
         """
-        flow, transport = self._flow, self._transport
+        flow, transport = self._cycle.flow, self._cycle.transport
         is_closing, write = transport.is_closing, transport.write
+        in_chunks = self._cycle.chunked_encoding
 
         def push(value: T) -> bool:
             if flow.write_paused or is_closing():
                 return False
             if part := render(value):
-                write(b"%x\r\n%b\r\n" % (len(part), part))
+                write(b"%x\r\n%b\r\n" % (len(part), part) if in_chunks else part)
             return True
 
         return push
+
+
+def _send_without_chunks(cycle: RequestResponseCycle) -> None:
+    """Makes a response without a length end with the connection, as HTTP/1.0 clients expect.
+
+    They cannot read chunks (RFC 9112, 6.1), which uvicorn sends to them too. uvicorn closes their
+    connections after each response.
+    """
+    send = cycle.send
+
+    async def send_message(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            if all(name.lower() != b"content-length" for name, _ in message.get("headers", ())):
+                cycle.chunked_encoding = False
+        elif cycle.chunked_encoding is False and not cycle.expected_content_length:
+            # uvicorn compares each part with the length that remains.
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_message  # type: ignore[method-assign]
 
 
 def protocol_factory(
@@ -201,6 +222,8 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         self._unanswered.append(self.cycle)
         # The request's task has not run yet.
+        if self.parser.get_http_version() == "1.0":
+            _send_without_chunks(self.cycle)
         extensions: dict[str, Any] = {CHUNK_WRITER: ChunkWriter(self.cycle)}
         self.scope["extensions"] = extensions
 

@@ -11,8 +11,9 @@ import importlib
 import json
 import logging
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol, TypeVar
@@ -32,6 +33,9 @@ from baton.runtime import logs
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+
+# The first part of a field's path, and the rest of it; the number of a turn.
+_FIELD, _TURN = re.compile(r"^(\w*)(.*)$", re.DOTALL), re.compile(r"^\[\d+\]\.?")
 
 
 class Conversion(Protocol):
@@ -71,10 +75,12 @@ class Dialect(Protocol):
     Attributes:
         path: The route's path.
         module: Name of the gateway's module that converts; it imports vLLM.
+        names: This API's fields by the fields of chats that they are converted to.
     """
 
     path: str
     module: str
+    names: Mapping[str, str]
 
     def begin(self, module: ModuleType, body: bytes, headers: Headers) -> Conversion:
         """Converts a request. Raises HttpError."""
@@ -166,6 +172,32 @@ class ConvertedRoute:
             conversion.close()
 
 
+def with_names(error: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Returns an error with the name that a field has in another API.
+
+    Args:
+        error: The error of the chat route, in OpenAI's form.
+        names: Names by the fields of chats.
+    """
+    field, message = error["param"] or "", error["message"]
+    name, path = _FIELD.findall(field)[0]
+    told = names.get(name)
+    if told is None:
+        return error
+    if name == "messages":
+        # The turns of the chat have other numbers than the entries of the request.
+        within, path = _TURN.sub("", path), ""
+        if within:
+            return {
+                **error,
+                "param": told,
+                "message": f"{told}: {message.replace(field, within, 1)}",
+            }
+    if message.startswith(field):
+        message = told + path + message.removeprefix(field)
+    return {**error, "param": told + path, "message": message}
+
+
 def error_response(dialect: Dialect, problem: HttpError, request_id: str = "") -> Response:
     """Returns a response in the form of a dialect for an error."""
     kind = body_reader.response_class(problem.status)
@@ -238,7 +270,7 @@ class _Reply:
         if chunk.startswith('data: {"error"'):
             self._has_failed = True
             error = json.loads(chunk.removeprefix("data: "))["error"]
-            return self._conversion.failed(error, self._request_id)
+            return self._conversion.failed(self._named(error), self._request_id)
         return self._conversion.events(chunk)
 
     def _begin(self, message: Message) -> None:
@@ -252,7 +284,7 @@ class _Reply:
 
     async def _send_whole(self) -> None:
         if self._status != 200:
-            await self._send_error(self._status, json.loads(self._body)["error"])
+            await self._send_error(self._status, self._named(json.loads(self._body)["error"]))
             return
         try:
             body = self._conversion.whole(self._body)
@@ -262,6 +294,9 @@ class _Reply:
             # The chat route logs and counts the failure. This reply drops what that route sends.
             raise
         await self._send_body(200, body)
+
+    def _named(self, error: dict[str, Any]) -> dict[str, Any]:
+        return with_names(error, self._dialect.names)
 
     async def _send_error(self, status: int, error: dict[str, Any]) -> None:
         await self._send_body(status, self._dialect.error_body(status, error, self._request_id))

@@ -46,10 +46,13 @@ def request_credential(headers: Mapping[str, str]) -> str:
 
 
 def with_bearer(headers: Headers) -> MutableHeaders:
-    """Returns the headers with the key of `x-api-key` as a bearer token."""
+    """Returns the headers with the key of `x-api-key` as a bearer token.
+
+    Clients whose token is not set send an empty `authorization`, which counts as none.
+    """
     found = MutableHeaders(raw=list(headers.raw))
     key = found.get("x-api-key")
-    if key is not None and "authorization" not in found:
+    if key is not None and found.get("authorization", "").strip().lower() in ("", "bearer"):
         found["authorization"] = f"Bearer {key}"
     return found
 

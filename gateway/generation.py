@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from json.encoder import encode_basestring_ascii as quoted
 from typing import TYPE_CHECKING, TypeVar
@@ -16,7 +16,8 @@ from google.rpc import code_pb2
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from baton.client import Accepted, Completion, Event, Finished, Tokens, TokenStream, errors
+from baton.client import Completion, Finished, RequestOptions, Tokens, TokenStream
+from baton.client.errors import AlreadyExistsError
 from baton.gateway import (
     body_parser,
     body_reader,
@@ -29,6 +30,7 @@ from baton.gateway.anthropic_route import MESSAGES
 from baton.gateway.caller_slots import CallerSlots
 from baton.gateway.cell import Cell
 from baton.gateway.cells import Cells
+from baton.gateway.choices import Choices, gather, incomplete_stream
 from baton.gateway.connections import CHUNK_WRITER, ChunkWriter
 from baton.gateway.coordinator_queries import request_credential
 from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError
@@ -38,7 +40,8 @@ from baton.gateway.rendered_prompt import RenderedPrompt, render_prompts
 from baton.gateway.request_bodies import ChatBody, GenerationBody
 from baton.gateway.responses_route import RESPONSES
 from baton.runtime.config import HttpConfig
-from baton.runtime.errors import RemoteError
+from baton.runtime.errors import RemoteError, shown
+from baton.runtime.names import REQUEST_IDS
 
 if TYPE_CHECKING:
     from baton.gateway.vllm_parsers import ChatOutputParser, ChoiceOutputParser
@@ -85,10 +88,13 @@ class Exchange:
         self._headers = Headers(scope=scope)
         self._writer: ChunkWriter | None = scope.get("extensions", {}).get(CHUNK_WRITER)
         self._started_at = time.monotonic()
-        self._id = self._headers.get("x-request-id") or parsed_request.new_request_id(
-            _ID_PREFIXES[route.path]
-        )
-        self._streams: list[TokenStream] = []
+        # The client's name of the request; proxies give several requests the same one.
+        self._header_id = self._headers.get("x-request-id", "")
+        # ID of the request without the header.
+        self._own_id = parsed_request.new_request_id(_ID_PREFIXES[route.path])
+        # ID of the request, which no other running request of the tenant has.
+        self._id = self._header_id or self._own_id
+        self._choices: Choices | None = None
         # The cells that the request was sent to first and last.
         self._first: Cell | None = None
         self._cell: Cell | None = None
@@ -147,7 +153,14 @@ class Exchange:
         self._first = cells[0]
         for number, cell in enumerate(cells, start=1):
             try:
-                await self._serve_from(cell, self._with_remaining_timeout(request), chat)
+                try:
+                    await self._serve_from(cell, request, chat)
+                except AlreadyExistsError:
+                    if request.id != self._header_id or self._response_started:
+                        raise
+                    await self._close_streams()
+                    request = self._with_own_id(request, "is the ID of a running request")
+                    await self._serve_from(cell, request, chat)
                 return
             except RemoteError as error:
                 self._route.cells.report_failure(cell, error)
@@ -165,7 +178,8 @@ class Exchange:
     def _count_failover(self) -> None:
         """Counts a failover if the request was served by another cell than its first one."""
         first = self._first
-        taken_at = {stream.address for stream in self._streams} - {None}
+        streams = self._choices.streams if self._choices is not None else ()
+        taken_at = {stream.address for stream in streams} - {None}
         if first is not None and not taken_at <= {*first.client.addresses}:
             self._route.cells.failovers[first.name] += 1
 
@@ -177,25 +191,31 @@ class Exchange:
         if self._disconnected:
             # There was no stream yet that the disconnect could have closed.
             raise body_reader.ClientDisconnected
-        for prompt, options in request.choice_requests():
-            self._streams.append(cell.client.generate(prompt, **options))
+        requests = list(request.choice_requests())
+
+        def submit(index: int) -> TokenStream:
+            prompt, options = requests[index]
+            return cell.client.generate(prompt, **self._with_remaining_timeout(options))
+
+        timeout_s = self._with_remaining_timeout(request.options).get("timeout_s")
+        self._choices = Choices(len(requests), submit, timeout_s)
         self._cell = cell
         await (self._respond_stream if request.stream else self._respond_whole)(
-            request, tokenizer, output_parser
+            self._choices, request, tokenizer, output_parser
         )
 
-    def _with_remaining_timeout(self, request: ParsedRequest) -> ParsedRequest:
-        """Returns the request with its remaining timeout if another cell was tried before."""
-        timeout_s = request.options.get("timeout_s")
+    def _with_remaining_timeout(self, options: RequestOptions) -> RequestOptions:
+        """Returns a choice's options with the remaining timeout if the request was sent before."""
+        timeout_s = options.get("timeout_s")
         if timeout_s is None or self._cell is None:
-            return request
+            return options
         left_s = max(0.001, timeout_s - (time.monotonic() - self._started_at))
-        return replace(request, options={**request.options, "timeout_s": left_s})
+        return {**options, "timeout_s": left_s}
 
     async def _close_streams(self) -> None:
-        streams, self._streams = self._streams, []
-        for stream in streams:
-            await stream.aclose()
+        choices, self._choices = self._choices, None
+        if choices is not None:
+            await choices.aclose()
 
     def _parse_body(self, body: bytes) -> tuple[ParsedRequest, ChatBody | None]:
         chat: ChatBody | None = None
@@ -214,20 +234,35 @@ class Exchange:
         if request.num_choices > limit:
             allowed = f"prompts times n must be at most {limit}, is {request.num_choices}"
             raise error_responses.invalid_value("n", request.n, allowed)
+        if request.id == self._header_id and not request.has_valid_id:
+            request = self._with_own_id(request, f"is not {REQUEST_IDS}")
         return request, chat
 
     async def _output_parser(self, cell: Cell, chat: ChatBody) -> ChatOutputParser | None:
         if cell.parsers is not None:
-            return await cell.parsers.chat(chat, request_credential(self._headers))
+            # In Messages, "none" stands for thinking that is disabled, which is no effort.
+            return await cell.parsers.chat(
+                chat,
+                request_credential(self._headers),
+                lowers_effort=self._route.path == MESSAGES,
+            )
         if chat.may_call:
             raise error_responses.tools_unsupported()
         return None
 
     def _set_request_id(self, body: GenerationBody) -> str:
         """Returns the request ID: from the header, the body, or generated."""
-        if body.request_id is not None and not self._headers.get("x-request-id"):
-            self._id = body.request_id
+        if body.request_id is not None:
+            self._own_id = body.request_id
+            self._id = self._header_id or self._own_id
         return self._id
+
+    def _with_own_id(self, request: ParsedRequest, reason: str) -> ParsedRequest:
+        """Returns the request with the ID that it has without the header `x-request-id`."""
+        self._id = self._own_id
+        extra = {"request_id": self._id}
+        _log.info("x-request-id: %s %s", shown(self._header_id), reason, extra=extra)
+        return replace(request, id=self._id)
 
     async def _tokenizer(
         self, cell: Cell, request: ParsedRequest, output_parser: ChatOutputParser | None
@@ -242,17 +277,19 @@ class Exchange:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self._disconnected = True
-        for stream in self._streams:
-            await stream.aclose()
+        if self._choices is not None:
+            await self._choices.aclose()
 
     async def _respond_whole(
         self,
+        choices: Choices,
         request: ParsedRequest,
         tokenizer: Tokenizer | None,
         output_parser: ChatOutputParser | None,
     ) -> None:
-        readings = [self._read_choice(request, stream) for stream in self._streams]
-        completions = await _gather(readings)
+        await choices.admit()
+        indices = range(request.num_choices)
+        completions = await gather([self._read_choice(request, choices, one) for one in indices])
         head = response_rendering.ResponseHead(request, completions[0].model, int(time.time()))
         prompts = await render_prompts(request, tokenizer)
         parsers = _parsers(request, prompts, output_parser)
@@ -266,54 +303,56 @@ class Exchange:
         long = "prompt_logprobs" in request.options or request.return_token_ids
         await self._send_response(200, [_JSON], await asyncio.to_thread(body) if long else body())
 
-    async def _read_choice(self, request: ParsedRequest, stream: TokenStream) -> Completion:
+    async def _read_choice(
+        self, request: ParsedRequest, choices: Choices, index: int
+    ) -> Completion:
         """Reads the whole output of one choice and records its latencies."""
         parts: list[Tokens] = []
         latency = _LatencyRecorder(self._latencies(request), self._started_at)
-        accepted: Accepted | None = None
-        async for event in stream:
+        accepted = await choices.admitted(index)
+        async for event in choices.streams[index]:
             if isinstance(event, Tokens):
                 latency.record_delta()
                 parts.append(event)
-            elif isinstance(event, Accepted):
-                accepted = event
-            else:
-                assert accepted is not None
+            elif isinstance(event, Finished):
+                choices.ended()
                 return Completion.of(accepted.request_id, accepted.model, parts, event)
-        raise _incomplete_stream()
+        raise incomplete_stream()
 
     async def _respond_stream(
         self,
+        choices: Choices,
         request: ParsedRequest,
         tokenizer: Tokenizer | None,
         output_parser: ChatOutputParser | None,
     ) -> None:
         """Sends the response as server-sent events.
 
-        The HTTP status is sent after all choices are admitted and the first one has output, so
-        that a refusal becomes an HTTP status and not an event.
+        The HTTP status is sent after each choice is admitted, or waits for a limit of the caller,
+        and the first one has output, so that a refusal becomes an HTTP status and not an event.
         """
-        accepted = await _gather([_accepted(stream) for stream in self._streams])
-        head = response_rendering.ResponseHead(request, accepted[0].model, int(time.time()))
+        first = await choices.admit()
+        head = response_rendering.ResponseHead(request, first.model, int(time.time()))
         prompts = await render_prompts(request, tokenizer)
         parsers = _parsers(request, prompts, output_parser)
-        chunks = [
-            response_rendering.ChunkRenderer(
+
+        async def stream_choice(index: int) -> Finished:
+            accepted = await choices.admitted(index)
+            chunks = response_rendering.ChunkRenderer(
                 head,
                 index,
-                one.prompt_tokens,
+                accepted.prompt_tokens,
                 prompts[index // request.n],
                 parsers[index] if parsers else None,
             )
-            for index, one in enumerate(accepted)
-        ]
-        self._num_streaming = len(chunks)
+            finished = await self._stream_choice(choices.streams[index], chunks)
+            choices.ended()
+            return finished
+
+        self._num_streaming = request.num_choices
         # One task per choice: a token then wakes up its choice only.
-        finished = await _gather(
-            [
-                asyncio.create_task(self._stream_choice(stream, chunks[index]))
-                for index, stream in enumerate(self._streams)
-            ]
+        finished = await gather(
+            [asyncio.create_task(stream_choice(index)) for index in range(request.num_choices)]
         )
         end = response_rendering.DONE
         if request.include_usage:
@@ -362,7 +401,7 @@ class Exchange:
                 make = _plain_renderer if chunks.has_plain_deltas else _renderer
                 stream.push_to(writer.pusher(make(chunks, latency)))
                 writer = None
-        raise _incomplete_stream()
+        raise incomplete_stream()
 
     def _latencies(self, request: ParsedRequest) -> RouteStats:
         return self._route.stats.latencies[self._route.path, request.lane]
@@ -377,7 +416,8 @@ class Exchange:
         cell = self._cell
         if status == 200 and cell is not None and not self._route.cells.is_unreachable(cell):
             cell.outage.served()
-        own = (b"x-request-id", self._id.encode("latin-1", "replace"))
+        told = self._header_id or self._id
+        own = (b"x-request-id", told.encode("latin-1", "replace"))
         await self._send(
             {"type": "http.response.start", "status": status, "headers": [*headers, own]}
         )
@@ -460,33 +500,3 @@ def _parsers(
         return []
     token_ids = prompts[0].token_ids if output_parser.needs_prompt else ()
     return output_parser.choices(request.num_choices, token_ids)
-
-
-async def _accepted(stream: TokenStream) -> Accepted:
-    event = await _next(stream)
-    assert isinstance(event, Accepted)
-    return event
-
-
-async def _next(stream: TokenStream) -> Event:
-    try:
-        return await anext(stream)
-    except StopAsyncIteration:
-        raise _incomplete_stream() from None
-
-
-async def _gather(awaitables: Sequence[Awaitable[T]]) -> list[T]:
-    """Returns all results in order. The first failure cancels the rest."""
-    if len(awaitables) == 1:
-        return [await awaitables[0]]
-    tasks = [asyncio.ensure_future(one) for one in awaitables]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _incomplete_stream() -> RemoteError:
-    return errors.make(code_pb2.DATA_LOSS, "the stream ended without its last event")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,9 +13,12 @@ from baton.client import Prompt, RequestOptions
 from baton.client.request import LaneName, SamplingOptions
 from baton.gateway.error_responses import invalid_value
 from baton.gateway.request_bodies import ChatBody, CompletionBody, GenerationBody, StreamOptions
+from baton.runtime.names import is_request_id
 
 # Headers of coding agents and proxies that name a session, in order of precedence.
 SESSION_HEADERS = ("x-claude-code-session-id", "x-session-affinity", "x-session-id", "session-id")
+# The coordinator's limit for the ID of a session.
+_MAX_SESSION_CHARS = 256
 # OpenAI's default max_tokens of /v1/completions.
 _DEFAULT_COMPLETION_TOKENS = 16
 # Each choice is a request with images of its own.
@@ -91,15 +95,21 @@ class ParsedRequest:
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
 
+    @property
+    def has_valid_id(self) -> bool:
+        """Whether the coordinator takes the IDs of all choices."""
+        return is_request_id(self._choice_id(self.num_choices - 1))
+
     def choice_requests(self) -> Iterator[tuple[Prompt, RequestOptions]]:
         """Yields the prompt and client options of each choice, in order of the choice index."""
         for index in range(self.num_choices):
-            options: RequestOptions = {**self.options, "request_id": self.id}
-            if self.num_choices > 1:
-                options["request_id"] = f"{self.id}-{index}"
+            options: RequestOptions = {**self.options, "request_id": self._choice_id(index)}
             if self.seed is not None:
                 options["seed"] = self.seed + index % self.n
             yield self.prompts[index // self.n], options
+
+    def _choice_id(self, index: int) -> str:
+        return f"{self.id}-{index}" if self.num_choices > 1 else self.id
 
 
 def new_request_id(prefix: str) -> str:
@@ -215,8 +225,16 @@ def _options(body: GenerationBody, headers: Mapping[str, str]) -> RequestOptions
 
 
 def session_in(headers: Mapping[str, str]) -> str | None:
-    """Returns the session that a request's headers name, if any."""
-    return next((value for name in SESSION_HEADERS if (value := headers.get(name))), None)
+    """Returns the ID of the session that a request's headers name, if any."""
+    named = next((value for name in SESSION_HEADERS if (value := headers.get(name))), None)
+    return session_id(named) if named is not None else None
+
+
+def session_id(name: str) -> str:
+    """Returns the ID of a session whose name may be longer than such an ID."""
+    if len(name) <= _MAX_SESSION_CHARS:
+        return name
+    return hashlib.sha256(name.encode()).hexdigest()
 
 
 def _structured(body: GenerationBody) -> dict[str, Any]:

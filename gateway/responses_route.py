@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, cast
 
@@ -13,11 +14,18 @@ from starlette.responses import JSONResponse, Response
 from baton.gateway.cells import Cells
 from baton.gateway.converted_route import Conversion
 from baton.gateway.coordinator_queries import request_credential, with_bearer
-from baton.gateway.error_responses import HttpError
+from baton.gateway.error_responses import HttpError, invalid_value
 from baton.gateway.parsed_request import session_in
 from baton.gateway.response_store import ResponseStore, StoredResponse
 
 RESPONSES = "/v1/responses"
+# Fields of the Responses API by the fields of the chat that they become.
+_NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
 
 
 class Responses:
@@ -29,6 +37,7 @@ class Responses:
     """
 
     path, module = RESPONSES, "openai_responses"
+    names: Mapping[str, str] = _NAMES
 
     def __init__(self, store: ResponseStore, cells: Cells) -> None:
         self._store, self._cells = store, cells
@@ -66,6 +75,10 @@ class Responses:
             if not self._store.delete(credential, name):
                 raise self._not_stored(404, name)
             return JSONResponse({"id": name, "object": "response", "deleted": True})
+        stream = request.query_params.get("stream", "false")
+        if stream.lower() not in ("false", "0"):
+            allowed = "must be false: a stored response is sent as a whole"
+            raise invalid_value("stream", stream, allowed)
         found = self._store.find(credential, name)
         if found is None:
             raise self._not_stored(404, name)

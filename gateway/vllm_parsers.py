@@ -105,12 +105,15 @@ class ModelOutputParsers:
         self._names, self._model = names, model
         self._parsers = TokenizerResource(model, lambda path: OutputParsers(names, path))
 
-    async def chat(self, body: ChatBody, authorization: str) -> ChatOutputParser | None:
+    async def chat(
+        self, body: ChatBody, authorization: str, *, lowers_effort: bool = False
+    ) -> ChatOutputParser | None:
         """Returns the output parser of one request; None: its outputs are not parsed.
 
         Args:
             body: The request's body.
             authorization: Credential of the caller.
+            lowers_effort: Whether a model that always reasons takes the effort "none" as "low".
 
         Raises:
             HttpError: vLLM rejects the request, or the tokenizer is not on this host.
@@ -121,7 +124,8 @@ class ModelOutputParsers:
                 raise error_responses.tools_unsupported()
             if not (self._names.reasoning_parser or body.may_call):
                 return None
-        return await (await self._parsers.get(authorization)).chat(body)
+        parsers = await self._parsers.get(authorization)
+        return await parsers.chat(body, lowers_effort=lowers_effort)
 
     async def _serves_harmony(self, authorization: str) -> bool:
         """Whether the model is known to be gpt-oss."""
@@ -161,8 +165,10 @@ class OutputParsers:
         except Exception as error:
             raise ConfigError(f"parsers for {path}: {error}") from error
 
-    async def chat(self, body: ChatBody) -> ChatOutputParser | None:
+    async def chat(self, body: ChatBody, *, lowers_effort: bool = False) -> ChatOutputParser | None:
         """Returns the output parser of one request; None: its outputs are not parsed.
+
+        Arguments as in ModelOutputParsers.chat.
 
         Raises:
             HttpError: vLLM rejects the request.
@@ -173,6 +179,9 @@ class OutputParsers:
         if body.continue_final_message:
             allowed = "must not be assistant: gpt-oss begins each of its answers anew"
             raise invalid_value(f"messages[{len(body.messages) - 1}].role", "assistant", allowed)
+        if lowers_effort and body.reasoning_effort == "none":
+            # As vLLM does for Anthropic's clients: gpt-oss always reasons.
+            body = body.model_copy(update={"reasoning_effort": "low"})
         request = self._request(body)
         try:
             # In a thread: a chat may be megabytes long.

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 DEFAULT_TENANT = "default"
 TENANT_NAMES = "1 to 64 characters of [A-Za-z0-9._:-]"
 _TENANT = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
+REQUEST_IDS = "1 to 128 characters of [A-Za-z0-9._:-]"
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 # Revision of workers that name none.
 FIRST_REVISION = "1"
 REVISION_NAMES = "1 to 64 characters of [A-Za-z0-9._-]"
@@ -23,6 +25,11 @@ _WORKER = re.compile(r"[A-Za-z0-9._:/-]{1,128}", re.ASCII)
 def is_tenant(name: str) -> bool:
     """Whether the text is a valid tenant name."""
     return _TENANT.fullmatch(name) is not None
+
+
+def is_request_id(text: str) -> bool:
+    """Whether the text is a valid request ID."""
+    return _REQUEST_ID.fullmatch(text) is not None
 
 
 def request_name(tenant: str, request_id: str) -> str:

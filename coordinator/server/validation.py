@@ -16,11 +16,17 @@ from typing import Any
 from baton.runtime.chat_continuation import check_continuation
 from baton.runtime.config import CoordinatorConfig, LaneConfig
 from baton.runtime.errors import ContextLengthExceeded, InvalidArgument, NotFound, shown
-from baton.runtime.names import REVISION_NAMES, TENANT_NAMES, is_revision, is_tenant
+from baton.runtime.names import (
+    REQUEST_IDS,
+    REVISION_NAMES,
+    TENANT_NAMES,
+    is_request_id,
+    is_revision,
+    is_tenant,
+)
 from baton.runtime.sampling import OPTIONAL_FIELDS, Range, given
 from baton.v1 import common_pb2, inference_pb2
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 _ROUTE = re.compile(r"[A-Za-z0-9._/-]{1,64}")
 _LANES = (common_pb2.LANE_UNSPECIFIED, common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH)
 _MAX_SESSION_ID_CHARS = 256
@@ -94,10 +100,8 @@ def check_request(
     if request.model and request.model != model.name and request.model not in model.adapters:
         served = " and ".join([repr(model.name), *map(repr, sorted(model.adapters))])
         raise NotFound(f"model is {shown(request.model)}; this coordinator serves {served}")
-    if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
-        raise InvalidArgument(
-            "request_id", request.request_id, "1 to 128 characters of [A-Za-z0-9._:-]"
-        )
+    if request.request_id and not is_request_id(request.request_id):
+        raise InvalidArgument("request_id", request.request_id, REQUEST_IDS)
     if len(request.session_id) > _MAX_SESSION_ID_CHARS:
         raise InvalidArgument(
             "session_id", request.session_id, f"at most {_MAX_SESSION_ID_CHARS} characters"

@@ -3,12 +3,16 @@
 import asyncio
 import hashlib
 
+import pytest
+from starlette.datastructures import Headers
+
 from baton.gateway import coordinator_queries
 from baton.gateway.coordinator_queries import (
     PerCallerQuery,
     QueryLimiter,
     caller_digest,
     caller_name,
+    with_bearer,
 )
 from baton.gateway.error_responses import HttpError
 
@@ -49,3 +53,15 @@ def test_all_spellings_of_a_key_are_one_caller():
     others = ["", "Bearer k", "Bearer", "Basic K", "Bearer K L"]
     assert len({caller_digest(one) for one in ["Bearer K", *others]}) == 1 + len(others)
     assert caller_digest("") == hashlib.sha256(b"").digest()
+
+
+@pytest.mark.parametrize("empty", [None, "", "Bearer", "Bearer ", "bearer  "])
+def test_an_empty_authorization_does_not_hide_the_other_key(empty):
+    shown = {} if empty is None else {"authorization": empty}
+    found = with_bearer(Headers({**shown, "x-api-key": "key"}))
+    assert found.getlist("authorization") == ["Bearer key"]
+
+
+def test_authorization_has_priority():
+    found = with_bearer(Headers({"authorization": "Bearer one", "x-api-key": "other"}))
+    assert found["authorization"] == "Bearer one"

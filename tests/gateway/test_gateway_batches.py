@@ -606,16 +606,15 @@ async def test_only_refusals_of_now_run_again(
     ):
         batch = await submit(openai, *(with_body(name, model="scripted") for name in "abcd"))
         connection = await inference.connection()
-        for error, again in (
-            (errors.Unavailable("no worker"), True),
-            (errors.AlreadyExists("the ID is in use"), True),
-            (errors.ResourceExhausted("large", reason="TOO_LARGE", retry_after_s=None), False),
-            (errors.Internal("two workers died"), False),
-            (errors.DeadlineExceeded("too long"), False),
+        for error, num_submissions in (
+            (errors.Unavailable("no worker"), 2),
+            # Each of the two tries is submitted with two IDs.
+            (errors.AlreadyExists("the ID is in use"), 4),
+            (errors.ResourceExhausted("large", reason="TOO_LARGE", retry_after_s=None), 1),
+            (errors.Internal("two workers died"), 1),
+            (errors.DeadlineExceeded("too long"), 1),
         ):
-            submitted = await connection.submitted()
-            connection.send(failed(submitted.stream, error))
-            if again:
+            for _ in range(num_submissions):
                 submitted = await connection.submitted()
                 connection.send(failed(submitted.stream, error))
         answer(connection, (await connection.submitted()).stream)

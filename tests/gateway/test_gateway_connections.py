@@ -51,6 +51,35 @@ async def test_tokens_do_not_wait_for_acknowledgements(scripted):
         assert accepted_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_clients_of_http_1_0_get_no_chunks(inference, scripted, stream):
+    body = json.dumps({"prompt": "x", "stream": stream}).encode()
+    reader, writer = await asyncio.open_connection(*scripted.address)
+    writer.write(request(body).replace(b"HTTP/1.1", b"HTTP/1.0"))
+    connection = await inference.connection()
+    number = (await connection.submitted()).stream
+    connection.send(accepted(number), delta(number, 0, [1], "a"))
+    head = b""
+    if stream:
+        # Later parts are written without a task.
+        head = await asyncio.wait_for(reader.readuntil(b'"a"'), WAIT_S)
+    connection.send(delta(number, 1, [2], "b"))
+    connection.send(delta(number, 2, [3], "c"), finished(number))
+    answer = head + await asyncio.wait_for(reader.read(), WAIT_S)
+    writer.close()
+    head, _, said = answer.decode().partition("\r\n\r\n")
+    assert "transfer-encoding" not in head.lower()
+    if stream:
+        *events, end = said.split("\n\n")
+        assert end == ""
+        assert events.pop() == "data: [DONE]"
+        found = [json.loads(event.removeprefix("data: ")) for event in events]
+        texts = [one["choices"][0]["text"] for one in found]
+        assert "".join(texts) == "abc"
+    else:
+        assert json.loads(said)["choices"][0]["text"] == "abc"
+
+
 async def test_connections_are_kept(inference, scripted):
     async def answer():
         connection = await inference.connection()

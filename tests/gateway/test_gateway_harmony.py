@@ -289,3 +289,13 @@ async def test_an_effort_that_harmony_does_not_have_is_refused(gateway):
         answer = await http.post(f"{gateway.url}/v1/chat/completions", json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "reasoning_effort"
+
+
+async def test_messages_without_thinking_think_little(gateway, encoding):
+    """As in vLLM: gpt-oss has no way to turn its reasoning off."""
+    body = {"max_tokens": 100, "messages": [{"role": "user", "content": QUESTION}]}
+    async with gateway.anthropic() as client:
+        asking = client.messages.create(model="gpt-oss", thinking={"type": "disabled"}, **body)
+        request, message = await gateway.answered(asking, ANSWER)
+    assert "Reasoning: low" in prompt(encoding, request)
+    assert message.content[0].text == "It is cold."

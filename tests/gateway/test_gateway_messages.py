@@ -91,10 +91,18 @@ async def test_a_call_that_is_cut_off_has_an_object_as_input(
     assert blocks(found) == [{"type": "tool_use", "name": "weather", "input": made}]
 
 
-async def test_arguments_that_are_no_object_become_an_empty_input(gateway):
+@pytest.mark.parametrize("stream", [False, True])
+async def test_arguments_that_are_no_object_become_an_empty_input(gateway, json_gateway, stream):
     for text in ('"cold"', "[1]", "null"):
-        found = await named(gateway, call(text))
+        found = await named(gateway, call(text), stream=stream)
         assert blocks(found) == [{"type": "tool_use", "name": "weather", "input": {}}]
+    for text, made in (
+        ("cold", {}),
+        ("[1, 2", {}),
+        (f"  {OSLO}", {"city": "Oslo"}),
+    ):
+        found = await named(json_gateway, text, stream=stream)
+        assert blocks(found) == [{"type": "tool_use", "name": "weather", "input": made}]
 
 
 async def test_an_answer_that_cannot_be_converted_is_an_error_in_anthropics_form(json_gateway):

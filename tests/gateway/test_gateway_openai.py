@@ -211,6 +211,13 @@ async def test_models(openai):
     assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
 
 
+async def test_models_are_listed_with_a_slash_behind_the_path(gateway):
+    async with httpx.AsyncClient(timeout=WAIT_S) as http:
+        listed, slashed = [await http.get(f"{gateway.url}/v1/models{end}") for end in ("", "/")]
+    assert slashed.status_code == 200
+    assert slashed.json() == listed.json()
+
+
 async def test_an_adapter_is_chosen_by_the_model_field(openai, cluster):
     made = await openai.completions.create(model="poet", prompt=PROMPT, max_tokens=6)
     tokens = list(cluster.expected(PROMPT, 6, "poet"))

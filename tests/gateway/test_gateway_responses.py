@@ -229,6 +229,17 @@ async def test_callers_with_x_api_key_do_not_see_the_responses_of_others(gateway
             assert (await http.get(f"/v1/responses/{found}", headers=own)).status_code == 200
 
 
+async def test_a_stored_response_is_not_streamed(gateway):
+    _, stored = await gateway.response("It is cold.", input="a")
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=WAIT_S) as http:
+        headers = {"authorization": "Bearer key"}
+        for value, status in (("true", 400), ("false", 200)):
+            url = f"/v1/responses/{stored.id}?stream={value}"
+            found = await http.get(url, headers=headers)
+            assert found.status_code == status
+            assert (status == 200) or found.json()["error"]["param"] == "stream"
+
+
 async def test_an_agents_turns_reach_the_coordinator_as_a_chat(gateway):
     """Codex sends instructions, developer texts, text parts, calls and their outputs."""
 
@@ -355,6 +366,7 @@ async def test_errors_of_responses_have_openais_form(gateway):
     ("field", "value", "param"),
     [
         ("input", 5, "input"),
+        ("input", [], "input"),
         ("input", [5], "input[0]"),
         ("input", [{"role": "robot", "content": "a"}], "input[0].role"),
         (

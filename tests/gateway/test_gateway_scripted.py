@@ -1,6 +1,7 @@
 """A gateway in front of a coordinator whose events the test sends."""
 
 import asyncio
+import hashlib
 import json
 import os
 import sys
@@ -23,8 +24,9 @@ from baton import gateway as gateway_package
 from baton import models
 from baton.cli.gateway import resume_timeout_s
 from baton.client import errors
+from baton.gateway import choices
 from baton.runtime.config import parse
-from baton.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
+from baton.runtime.errors import AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable
 from baton.v1 import common_pb2
 
 WAIT_S = 300.0
@@ -443,6 +445,145 @@ async def test_a_refused_choice_fails_the_request_and_cancels_the_others(
     assert {await connection.cancelled() for _ in range(2)} == set(numbers[:2])
 
 
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_header_id_that_is_in_use_is_replaced(inference, scripted, n):
+    headers = {"x-request-id": "same"}
+    answer = asyncio.create_task(post(scripted, {"prompt": "x", "n": n}, **headers))
+    connection = await inference.connection()
+    for _ in range(n):
+        number = (await connection.submitted()).stream
+    connection.send(failed(number, AlreadyExists("request_id: is in use")))
+    if n == 2:
+        await connection.cancelled()
+    ids = []
+    for _ in range(n):
+        submit = await connection.submitted()
+        ids.append(submit.request.request_id)
+        connection.send(accepted(submit.stream), finished(submit.stream))
+    response = await answer
+    assert response.status_code == 200
+    own = response.json()["id"]
+    assert own.startswith("cmpl-")
+    assert ids == ([own] if n == 1 else [f"{own}-0", f"{own}-1"])
+    assert response.headers["x-request-id"] == "same"
+
+
+async def test_an_id_in_the_body_that_is_in_use_is_refused(inference, scripted):
+    answer = asyncio.create_task(post(scripted, {"prompt": "x", "request_id": "same"}))
+    connection = await inference.connection()
+    number = (await connection.submitted()).stream
+    connection.send(failed(number, AlreadyExists("request_id: is in use")))
+    assert (await answer).status_code == 409
+
+
+@pytest.mark.parametrize(
+    ("sent", "n"),
+    [("host/abc-001", 1), ("a+b=", 1), ("caf\u00e9", 1), ("a" * 200, 1), ("a" * 127, 2)],
+)
+async def test_a_header_id_that_no_request_can_have_is_replaced(inference, scripted, sent, n):
+    headers = {"x-request-id": sent.encode("latin-1")}
+    answer = asyncio.create_task(post(scripted, {"prompt": "x", "n": n}, **headers))
+    connection = await inference.connection()
+    for _ in range(n):
+        submit = await connection.submitted()
+        assert submit.request.request_id.startswith("cmpl-")
+        connection.send(accepted(submit.stream), finished(submit.stream))
+    response = await answer
+    assert response.status_code == 200
+    assert response.headers["x-request-id"] == sent
+
+
+def over_limit(stream, reason="CREDENTIAL_CONCURRENCY", retry_after_s=WAIT_S):
+    error = ResourceExhausted("over the limit", reason=reason, retry_after_s=retry_after_s)
+    return failed(stream, error)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_choices_over_a_keys_limit_wait_for_the_others(inference, scripted, stream):
+    answer = asyncio.create_task(post(scripted, {"prompt": "x", "n": 3, "stream": stream}))
+    connection = await inference.connection()
+    numbers = [(await connection.submitted()).stream for _ in range(3)]
+    connection.send(over_limit(numbers[0]), accepted(numbers[1]), over_limit(numbers[2]))
+    connection.send(delta(numbers[1], 0, [1], "b"), finished(numbers[1]))
+    for text in "ac":
+        # They are submitted one at a time.
+        again = await connection.submitted()
+        assert connection.received.empty()
+        connection.send(accepted(again.stream), delta(again.stream, 0, [1], text))
+        connection.send(finished(again.stream))
+    response = await answer
+    assert response.status_code == 200
+    bodies = [one for one in events(response) if one != "[DONE]"] if stream else [response.text]
+    choices = [choice for body in bodies for choice in json.loads(body)["choices"]]
+    assert {one["index"]: one["text"] for one in choices if one["text"]} == {0: "a", 1: "b", 2: "c"}
+
+
+async def test_choices_over_a_tenants_rate_are_submitted_when_there_are_tokens(inference, scripted):
+    answer = asyncio.create_task(post(scripted, {"prompt": "x", "n": 2}))
+    connection = await inference.connection()
+    first, second = [(await connection.submitted()).stream for _ in range(2)]
+    connection.send(accepted(first), over_limit(second, "TENANT_RATE", 0.01))
+    second = (await connection.submitted()).stream
+    for number in (first, second):
+        events = () if number == first else (accepted(number),)
+        connection.send(*events, delta(number, 0, [1], "a"), finished(number))
+    assert [one["text"] for one in (await answer).json()["choices"]] == ["a", "a"]
+
+
+async def test_choices_without_room_for_any_are_refused(inference, scripted):
+    answer = asyncio.create_task(post(scripted, {"prompt": "x", "n": 2}))
+    connection = await inference.connection()
+    for _ in range(2):
+        connection.send(over_limit((await connection.submitted()).stream, retry_after_s=1.0))
+    response = await answer
+    assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+
+
+async def test_choices_do_not_wait_without_end_for_other_requests_of_the_caller(
+    inference, scripted, monkeypatch
+):
+    monkeypatch.setattr(choices, "_MAX_REFUSALS", 2)
+    answer = asyncio.create_task(post(scripted, {"prompt": "x", "n": 2}))
+    connection = await inference.connection()
+    first, second = [(await connection.submitted()).stream for _ in range(2)]
+    connection.send(accepted(first), over_limit(second), finished(first))
+    for _ in range(2):
+        second = (await connection.submitted()).stream
+        connection.send(over_limit(second, retry_after_s=0.01))
+    assert (await answer).status_code == 429
+
+
+async def test_a_client_that_leaves_ends_choices_that_wait(inference, scripted):
+    reader, writer = await asyncio.open_connection(*scripted.address)
+    writer.write(completions_request(b'{"prompt": "x", "n": 2, "stream": true}'))
+    connection = await inference.connection()
+    first, second = [(await connection.submitted()).stream for _ in range(2)]
+    connection.send(accepted(first), over_limit(second, "TENANT_RATE"))
+    connection.send(delta(first, 0, [1], "a"), finished(first))
+    await reader.readuntil(b'"finish_reason":"length"')
+    # The end of the first choice gives tokens back.
+    connection.send(over_limit((await connection.submitted()).stream, "TENANT_RATE"))
+    writer.close()
+    async with asyncio.timeout(WAIT_S):
+        while (await get(scripted, "/metrics")).text.count('code="499"') == 0:
+            await asyncio.sleep(0.01)
+    assert connection.received.empty()
+
+
+async def test_the_timeout_of_a_request_holds_for_choices_that_wait(inference, scripted):
+    headers = {"x-baton-timeout-s": "10"}
+    answer = asyncio.create_task(post(scripted, {"prompt": "x", "n": 2}, **headers))
+    connection = await inference.connection()
+    first, second = [(await connection.submitted()).stream for _ in range(2)]
+    connection.send(accepted(first), finished(first), over_limit(second, "TENANT_RATE"))
+    second = (await connection.submitted()).stream
+    connection.send(over_limit(second, "TENANT_RATE"))
+    while not answer.done():
+        advance_clock(5)
+        await asyncio.sleep(0.01)
+    assert (await answer).status_code == 504
+
+
 async def test_a_client_that_reads_nothing_is_disconnected_and_its_request_cancelled(
     inference, coordinator, start_gateway
 ):
@@ -653,6 +794,8 @@ async def test_headers_of_agents_name_the_session(scripted, inference):
         ({}, {"session-id": "s4", "x-session-id": "s3"}, "s3"),
         ({}, {"session-id": "s4", "x-claude-code-session-id": "s1"}, "s1"),
         (key, {"x-session-affinity": "s2"}, "key"),
+        # Longer than an ID may be.
+        ({}, {"x-session-id": "a" * 300}, hashlib.sha256(b"a" * 300).hexdigest()),
     ]
     connection = None
     async with httpx.AsyncClient(base_url=scripted.url) as http:
