@@ -19,7 +19,7 @@ _PAUSE = 5
 _QUANTILE, _TARGET_SHARE = 0.95, 0.3
 # Share of the time for which prompts may keep the workers busy; above it, queues are too long.
 _BUSY_SHARE = 1 / 3
-# Share of the workers' time for prompts that recent prompts may take if late ones may have the rest.
+# Late prompts may have time too if recent prompts take less than this share of it.
 _LEFT_SHARE = 0.15
 
 
