@@ -14,8 +14,9 @@ tokens as long as the predicted time of the step stays within a limit:
   interactive prompts that can be in time may take up to that long. It borrows the time that the
   streams would save in their next `_BORROWED_TOKENS` tokens. Prompts are then in time in cells
   where every worker has streams. If a step with one stream already takes most of the ITL target,
-  the borrowed time has no limit: streams then catch up so slowly that prompts waiting for them
-  would be late.
+  the borrowed time has no limit, also where steps without prompts are too long, and late
+  interactive prompts borrow too: streams then catch up so slowly, or never, that prompts waiting
+  for them would be late, and would take the same time later.
 - Without interactive streams, the limit is `StepTargets.prompt_step_s`, so that a short prompt that
   arrives never waits for the whole computation of a long one. If no stream decodes or is coming, a
   step with interactive prompts that can be in time may take up to `_PROMPT_STEPS` times as long, in
@@ -352,9 +353,9 @@ def step_limit_s(
     if not tightest.may_borrow:
         return streams.limit_s
     longest_s = tightest.longest_gap_s * _GAP_MARGIN
-    saved_s = max(0.0, streams.itl_s * _MEAN_MARGIN - fixed_s)
-    if saved_s and tightest.shares_workers(single_s):
+    if math.isfinite(fixed_s) and tightest.shares_workers(single_s):
         return longest_s
+    saved_s = max(0.0, streams.itl_s * _MEAN_MARGIN - fixed_s)
     return max(streams.limit_s, min(streams.limit_s + _BORROWED_TOKENS * saved_s, longest_s))
 
 
@@ -388,7 +389,9 @@ def prompt_tokens(
     if room <= 0 or not prompts:
         return grants
     fixed_s, spent_s = _streams_s(model, streams), 0.0
-    # No time is borrowed for batch and late prompts, because prompts in time need it.
+    # No time is borrowed for batch prompts, and for late ones only if every worker has streams for
+    # long: prompts in time need it.
+    late_may_borrow = targets.shares_workers(model.decode_step_s(1, 0))
     in_time_s = others_s = share * _prompts_s(model, targets, streams._replace(itl_s=None), fixed_s)
     if share == 1.0:
         in_time_s = _prompts_s(model, targets, streams, fixed_s)
@@ -406,7 +409,8 @@ def prompt_tokens(
         in_time_s = max(in_time_s, longest_s - fixed_s)
 
     def room_s(prompt: Prompt) -> float:
-        return (in_time_s if _can_be_in_time(prompt, model) else others_s) - spent_s
+        may_borrow = _can_be_in_time(prompt, model) or (late_may_borrow and not prompt.lane)
+        return (in_time_s if may_borrow else others_s) - spent_s
 
     def add(index: int, most: int) -> None:
         nonlocal spent_s, room

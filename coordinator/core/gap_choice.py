@@ -48,6 +48,9 @@ _MAX_PROMPT = _Limit(enter=5.0, stay=5.5)
 # Shortest decode step of one stream in ITL targets. With shorter steps, prompts are fast enough
 # without long gaps.
 _MIN_STEP = _Limit(enter=0.4, stay=0.37)
+# The same if a step with one stream takes most of the ITL target. Prompts then get hardly any time
+# without long gaps, so that streams need not make up for all the borrowed time.
+_MAX_PROMPT_IF_TIGHT = _Limit(enter=10.0, stay=11.0)
 # Number of ended outputs from which their mean length is used. The outputs that end first are the
 # shortest.
 LEAST_OUTPUTS = 32
@@ -55,7 +58,7 @@ LEAST_OUTPUTS = 32
 # worker that restarts in a larger cell changes nothing. Gaps become short as soon as a condition no
 # longer holds, because unsuitable long gaps cost more than unsuitable short ones. If a step with
 # one stream takes most of the ITL target, short gaps leave nearly no time for prompts, and each
-# second adds to the queue: gaps then become long at once, and before any output has ended.
+# second adds to the queue: gaps then become long at once, however long the outputs are.
 _HOLD_S = 60.0
 
 
@@ -120,12 +123,13 @@ class GapChoice:
             return f"{num_workers} workers; long gaps are for at most {_MAX_WORKERS}"
         if workload is None:
             return "no interactive prompt yet, or no ITL target"
-        if workload.output_tokens is None:
-            if not workload.is_tight:
+        if not workload.is_tight:
+            if workload.output_tokens is None:
                 return f"fewer than {LEAST_OUTPUTS} outputs have ended"
-        elif workload.output_tokens < (least := _MIN_OUTPUT.of(is_long=self.is_long)):
-            return f"outputs of {workload.output_tokens:.0f} tokens; long gaps need {least:g}"
-        if workload.prompt_itls > (most := _MAX_PROMPT.of(is_long=self.is_long)):
+            if workload.output_tokens < (least := _MIN_OUTPUT.of(is_long=self.is_long)):
+                return f"outputs of {workload.output_tokens:.0f} tokens; long gaps need {least:g}"
+        most_itls = _MAX_PROMPT_IF_TIGHT if workload.is_tight else _MAX_PROMPT
+        if workload.prompt_itls > (most := most_itls.of(is_long=self.is_long)):
             took = f"prompts take {workload.prompt_itls:.1f} ITL targets"
             return f"{took}; long gaps are for at most {most:g}"
         if workload.step_itls < (least := _MIN_STEP.of(is_long=self.is_long)):

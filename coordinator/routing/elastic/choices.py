@@ -107,7 +107,7 @@ class ElasticChoices:
         cache_fills: CacheFills,
     ) -> None:
         self._view, self._candidates = view, candidates
-        self._prefill_choices = ElasticPrefillChoices(view, cache_fills)
+        self._prefill_choices = ElasticPrefillChoices(view, prompts, cache_fills)
         self._decode_choices = ElasticDecodeChoices(view, prompts)
 
     def place(self, match: PrefixMatch, demand: Demand) -> ElasticPlacement | NoPlacement:

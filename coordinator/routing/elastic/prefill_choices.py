@@ -18,6 +18,7 @@ from baton.coordinator.routing.elastic.candidates import (
     ahead_s,
     step_targets,
 )
+from baton.coordinator.routing.elastic.prompt_demand import PromptDemand
 from baton.coordinator.routing.fleet_view import FleetView
 from baton.coordinator.routing.loads.worker_load import WorkerLoad
 
@@ -57,11 +58,12 @@ class ElasticPrefillChoices:
 
     Args:
         view: View of the fleet's workers, with step targets.
+        prompts: Recent prompts, which the owner adds.
         cache_fills: What workers stored in their caches, which the owner adds.
     """
 
-    def __init__(self, view: FleetView, cache_fills: CacheFills) -> None:
-        self._view, self._cache_fills = view, cache_fills
+    def __init__(self, view: FleetView, prompts: PromptDemand, cache_fills: CacheFills) -> None:
+        self._view, self._prompts, self._cache_fills = view, prompts, cache_fills
 
     def choose(self, candidates: list[Candidate], demand: Demand) -> PrefillChoice | NoPlacement:
         """Returns the best prefill worker, or why the request waits for it.
@@ -116,11 +118,15 @@ class ElasticPrefillChoices:
             return False
         if not demand.yields:
             return True
-        if load.num_prefills or load.prompt_speed < _LATE_SPEED:
+        if load.num_prefills:
             return False
-        # A late prompt must not borrow time from streams, because prompts in time need that time.
-        borrows = demand.urgency is Urgency.LATE and step_targets(self._view).may_borrow
-        return not (borrows and load.num_decodes)
+        if demand.urgency is Urgency.LATE and step_targets(self._view).may_borrow:
+            # A late prompt must not borrow time from streams that prompts in time need. In a small
+            # cell, all workers may have streams for minutes, although few prompts come.
+            loads = self._view.loads
+            if load.num_decodes and not self._prompts.leaves_time(loads.prompt_speed, loads.now):
+                return False
+        return load.prompt_speed >= _LATE_SPEED
 
     def _cost_s(self, load: WorkerLoad, choice: PrefillChoice, demand: Demand) -> float:
         cost_s = choice.ttft_s + self._harm_s(load, choice, demand)

@@ -19,6 +19,8 @@ _PAUSE = 5
 _QUANTILE, _TARGET_SHARE = 0.95, 0.3
 # Share of the time for which prompts may keep the workers busy; above it, queues are too long.
 _BUSY_SHARE = 1 / 3
+# Late prompts may have time too if recent prompts take less than this share of it.
+_LEFT_SHARE = 0.15
 
 
 class PromptDemand:
@@ -68,6 +70,15 @@ class PromptDemand:
             return math.inf
         of_target = self._shares.quantile(_QUANTILE) / _TARGET_SHARE
         return max(of_target, self._rate_at(now) / (_BUSY_SHARE * num_workers))
+
+    def leaves_time(self, speed: float, now: float) -> bool:
+        """Whether recent prompts leave so much of the workers' time that late ones may have some.
+
+        Args:
+            speed: speed of all workers together at which they compute prompts now.
+            now: time by the core's clock.
+        """
+        return self._rate_at(now) < _LEFT_SHARE * speed
 
     def _rate_at(self, now: float) -> float:
         """Seconds of prompt work per second.
