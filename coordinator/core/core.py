@@ -182,7 +182,7 @@ class Core:
             The effects that the shell must carry out, in order.
         """
         self._clock.now = now
-        self._placers.tidy()
+        self.placers.tidy()
         self._members.after_pause()
         self._handlers[type(event)](event)
         self._rollout_control.after_event()
