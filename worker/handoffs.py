@@ -8,12 +8,12 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from baton.engine.attempts import Attempt
 from baton.runtime.handoff_metrics import EXPOSED_S, outcome_label, reason_label, transport_label
 from baton.runtime.histogram import Histogram
 from baton.runtime.names import request_name_parts
 from baton.runtime.tracing import Span, Tracing
 from baton.v1 import cluster_pb2, kv_transfer_pb2
+from baton.worker.attempts import Attempt
 
 SEND, RECEIVE = "send", "receive"
 

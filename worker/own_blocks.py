@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from time import monotonic
 
-from baton.engine.attempts import Attempt
 from baton.engine.base import Engine, EngineOutput, EngineRequest
 from baton.runtime.durations import to_seconds
 from baton.v1 import common_pb2
+from baton.worker.attempts import Attempt
 
 
 class OwnBlocks:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 
-from baton.engine.attempts import Attempt
 from baton.kvtransfer.control import TransferClient
 from baton.v1 import cluster_pb2, kv_transfer_pb2
+from baton.worker.attempts import Attempt
 
 _COMMITTED = (kv_transfer_pb2.HANDOFF_STATE_COMMITTED, kv_transfer_pb2.HANDOFF_STATE_CLAIMED)
 _ENDED = (kv_transfer_pb2.HANDOFF_STATE_RELEASED, kv_transfer_pb2.HANDOFF_STATE_FAILED)

@@ -13,8 +13,6 @@ from typing import Protocol
 
 from google.rpc import code_pb2
 
-from baton.decode.role import DecodeRole
-from baton.engine.attempts import Attempt
 from baton.engine.base import (
     Engine,
     EngineDead,
@@ -25,7 +23,6 @@ from baton.engine.base import (
 )
 from baton.kvtransfer.control import HandoffEvent, TransferClient
 from baton.kvtransfer.layout import KvLayout
-from baton.prefill.role import PrefillRole
 from baton.runtime.durations import to_seconds
 from baton.runtime.errors import (
     BatonError,
@@ -35,11 +32,14 @@ from baton.runtime.errors import (
     ResourceExhausted,
 )
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from baton.worker.attempts import Attempt
 from baton.worker.cache_reports import CacheReports
+from baton.worker.decode_role import DecodeRole
 from baton.worker.handoffs import RECEIVE, SEND, HandoffLog
 from baton.worker.metrics import DEVICE, DISK, HOST, RunnerCounts, TierCounts
 from baton.worker.outbox import Outbox
 from baton.worker.own_blocks import OwnBlocks
+from baton.worker.prefill_role import PrefillRole
 from baton.worker.receives import Receives
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ _MAX_ENDED = 256
 
 
 class RolePolicy(Protocol):
-    """Behaviour of a role; prefill/role.py and decode/role.py implement it."""
+    """Behaviour of a role; prefill_role.py and decode_role.py implement it."""
 
     async def begin(self, attempt: Attempt) -> None: ...
     def on_output(self, attempt: Attempt, output: EngineOutput) -> None: ...

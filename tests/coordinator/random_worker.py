@@ -16,7 +16,6 @@ from google.rpc import code_pb2
 from hashed_output import HashedOutput, is_last, most_tokens, text_of
 from random_conditions import SHAPE
 
-from baton.engine.attempts import Attempt
 from baton.engine.base import EngineOutput, Finish
 from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.durations import to_seconds
@@ -30,6 +29,7 @@ from baton.runtime.errors import (
 )
 from baton.simulator.hello import hello
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from baton.worker.attempts import Attempt
 from baton.worker.outbox import Outbox
 
 if TYPE_CHECKING:

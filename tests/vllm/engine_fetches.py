@@ -24,7 +24,7 @@ from baton.v1 import common_pb2
 async def serve(
     holder: Side, reader: Side, handoff_id: bytes, prompt: list[int], num_tokens: int, skip: int = 0
 ) -> dict[str, Any]:
-    """The holder sends what it has cached of a prompt, as prefill/role.py does.
+    """The holder sends what it has cached of a prompt, as worker/prefill_role.py does.
 
     If it lacks all blocks, the reader is told to wait no longer, which is the coordinator's task.
     """

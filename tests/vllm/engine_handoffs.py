@@ -190,7 +190,7 @@ async def hand_over(
     case: cases.Case,
     before_load: Callable[[], Awaitable[None]] | None = None,
 ) -> dict[str, Any]:
-    """Runs one request through both engines, as prefill/role.py and decode/role.py do.
+    """Runs one request through both engines, as the roles of worker/ do.
 
     Args:
         prefill: Engine that computes the prompt.

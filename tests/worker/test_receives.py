@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.attempts import Attempt
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from baton.worker.attempts import Attempt
 from baton.worker.receives import Receives
 
 RELEASED = kv_transfer_pb2.HANDOFF_STATE_RELEASED

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 
-from baton.engine.attempts import Attempt
 from baton.engine.base import Engine, EngineOutput, Finish, RequestRejected
 from baton.kvtransfer.control import TransferClient, TransferError, TransferRefused
 from baton.kvtransfer.handoff_orders import SendHandoff
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.shorter_fetches import tokens_to_send
 from baton.v1 import cluster_pb2, kv_transfer_pb2
+from baton.worker.attempts import Attempt
 
 # Number of ended sends that are remembered. The cancellation of a request comes while it decodes on
 # another worker, often long after its send.
