@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from baton.engine.base import Engine, EngineInfo
-from baton.kvtransfer.control import TransferClient
+from baton.kvtransfer.transfer_client import TransferClient
 from baton.runtime.durations import to_seconds
 from baton.runtime.enum_names import role_name
 from baton.runtime.errors import Unavailable

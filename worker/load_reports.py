@@ -7,7 +7,8 @@ from collections.abc import Callable
 import psutil
 
 from baton.engine.base import Engine, TierLoads
-from baton.kvtransfer.control import ServiceGone, TransferClient
+from baton.kvtransfer.errors import ServiceGone
+from baton.kvtransfer.transfer_client import TransferClient
 from baton.v1 import cluster_pb2, kv_transfer_pb2
 from baton.worker.handoffs import HandoffLog
 from baton.worker.metrics import Snapshot, WorkerCollector

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from baton.engine.base import Engine, EngineOutput, Finish, RequestRejected
-from baton.kvtransfer.control import TransferClient, TransferError, TransferRefused
+from baton.kvtransfer.errors import TransferError, TransferRefused
 from baton.kvtransfer.handoff_orders import SendHandoff
 from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.transfer_client import TransferClient
 from baton.runtime.fetches import tokens_to_send
 from baton.v1 import cluster_pb2, kv_transfer_pb2
 from baton.worker.attempts import Attempt

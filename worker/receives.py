@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 
-from baton.kvtransfer.control import TransferClient
+from baton.kvtransfer.transfer_client import TransferClient
 from baton.v1 import cluster_pb2, kv_transfer_pb2
 from baton.worker.attempts import Attempt
 

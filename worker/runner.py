@@ -21,8 +21,8 @@ from baton.engine.base import (
     Finish,
     RequestRejected,
 )
-from baton.kvtransfer.control import HandoffEvent, TransferClient
 from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.transfer_client import HandoffEvent, TransferClient
 from baton.runtime.durations import to_seconds
 from baton.runtime.errors import (
     BatonError,

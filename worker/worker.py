@@ -19,7 +19,8 @@ from baton.engine.base import Engine, EngineDead, EngineInfo, EngineStep
 from baton.engine.warm_up import warm_up
 from baton.kvtransfer import staging_size
 from baton.kvtransfer.addresses import with_listen_address
-from baton.kvtransfer.control import ServiceGone, TransferClient, TransferError
+from baton.kvtransfer.errors import ServiceGone, TransferError
+from baton.kvtransfer.transfer_client import TransferClient
 from baton.runtime import exposure, lifecycle, tracing, worker_directory
 from baton.runtime.config import BatonConfig, PoolConfig
 from baton.runtime.dial import within_cluster

@@ -10,7 +10,7 @@ from small_engine import LAYERS, LAYOUT, LIMITS, SHARDS, messages_of
 
 from baton.kvtransfer import frames, local_wire
 from baton.kvtransfer.arena import Arena, Segment
-from baton.kvtransfer.control import EnginePort
+from baton.kvtransfer.engine_port import EnginePort
 from baton.kvtransfer.service import local_server
 from baton.kvtransfer.service.core import TransferCore
 from baton.kvtransfer.service.local_server import LocalConnection

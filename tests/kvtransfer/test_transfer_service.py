@@ -15,13 +15,9 @@ import pytest
 
 from baton.kvtransfer import local_wire, transfer_client
 from baton.kvtransfer.arena import SEGMENT_DIRECTORY
-from baton.kvtransfer.control import (
-    EnginePort,
-    ServiceGone,
-    TransferClient,
-    TransferRefused,
-    split_blocks,
-)
+from baton.kvtransfer.engine_port import EnginePort, split_blocks
+from baton.kvtransfer.errors import ServiceGone, TransferRefused
+from baton.kvtransfer.transfer_client import TransferClient
 from baton.runtime.config import KvTransferConfig
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -563,7 +559,8 @@ def test_block_runs_are_split_into_frames_of_bounded_size():
 
 KILLED_WORKER = """
 import asyncio, os, signal, sys
-from baton.kvtransfer.control import EnginePort, TransferClient
+from baton.kvtransfer.engine_port import EnginePort
+from baton.kvtransfer.transfer_client import TransferClient
 from baton.runtime.config import KvTransferConfig
 
 async def main():

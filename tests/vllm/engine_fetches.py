@@ -16,8 +16,9 @@ from engine_handoffs import STAGING, TIMEOUT_S, Side, spoil
 from engine_host_tier import ask, evict, greedy
 
 from baton.engine.base import EngineOutput, EngineRequest, Finish
-from baton.kvtransfer.control import EnginePort, TransferClient, filled_frame
+from baton.kvtransfer.engine_port import EnginePort, filled_frame
 from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
+from baton.kvtransfer.transfer_client import TransferClient
 from baton.v1 import common_pb2
 
 
