@@ -421,7 +421,7 @@ SILENT_SERVICE = """#!{python}
 import sys
 from baton.kvtransfer.service import service
 
-async def silent(core, server, health, listener, stop, *_):
+async def silent(shell, server, health, listener, stop, *_):
     await stop.wait()
 
 service._run, sys.argv[1:] = silent, sys.argv[3:]
@@ -464,7 +464,7 @@ def noisy(function):
     return made
 
 service.limits = noisy(service.limits)
-service.TransferCore.statistics = noisy(service.TransferCore.statistics)
+service.TransferShell.statistics = noisy(service.TransferShell.statistics)
 sys.argv[1:] = sys.argv[3:]
 sys.exit(service.main())
 """
