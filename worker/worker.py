@@ -36,7 +36,8 @@ from baton.worker.attach import Attachment
 from baton.worker.cache_drops import CacheDrops
 from baton.worker.errors import WorkerFailed
 from baton.worker.handoffs import HandoffLog
-from baton.worker.host import Identity, WorkerHost
+from baton.worker.hello import Identity
+from baton.worker.host import WorkerHost
 from baton.worker.load_reports import LoadReports
 from baton.worker.metrics import WorkerCollector
 from baton.worker.outbox import Outbox
@@ -141,18 +142,12 @@ class Worker:
         for part in (profiles, cache_drops, renders):
             stack.push_async_callback(part.close)
         host = WorkerHost(
-            self._identity(),
-            self._role,
+            self._identity().hello(self._role, info, transfer),
             engine=engine,
-            info=info,
-            transfer=transfer,
             runner=runner,
             outbox=outbox,
             collector=collector,
             profiles=profiles,
-            load_reports=LoadReports(
-                engine, transfer, runner, handoffs, collector, lambda: profiles.recording
-            ),
             handlers={
                 "prefill": runner.start_prefill,
                 "decode": runner.start_decode,
@@ -167,6 +162,7 @@ class Worker:
             self._coordinator,
             host,
             outbox,
+            LoadReports(engine, transfer, runner, handoffs, collector, lambda: profiles.recording),
             attach_timeout_s=config.worker.attach_timeout_s,
             dial=dial,
         )
