@@ -17,7 +17,6 @@ from baton.engine.base import (
     Engine,
     EngineDead,
     EngineOutput,
-    EngineStep,
     Finish,
     RequestRejected,
 )
@@ -33,14 +32,14 @@ from baton.runtime.errors import (
 )
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 from baton.worker.attempts import Attempt
-from baton.worker.cache_reports import CacheReports
 from baton.worker.decode_role import DecodeRole
 from baton.worker.handoffs import RECEIVE, SEND, HandoffLog
-from baton.worker.metrics import DEVICE, DISK, HOST, RunnerCounts, TierCounts
+from baton.worker.metrics import RunnerCounts
 from baton.worker.outbox import Outbox
 from baton.worker.own_blocks import OwnBlocks
 from baton.worker.prefill_role import PrefillRole
 from baton.worker.receives import Receives
+from baton.worker.tier_reports import TierReports
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +85,7 @@ class Runner:
         layout: Layout of the engine's KV cache.
         transfer: Configured client of the transfer service.
         outbox: Queue for outputs and reports.
+        tiers: Reports of the worker's KV blocks.
         handoffs: Receives the result of each handoff.
         max_requests: Limit of requests held at once, including those being cleaned up; further ones
             are refused.
@@ -102,17 +102,15 @@ class Runner:
         layout: KvLayout,
         transfer: TransferClient,
         outbox: Outbox,
+        tiers: TierReports,
         handoffs: HandoffLog,
         *,
         max_requests: int,
         open_timeout_s: float,
     ) -> None:
         self._engine, self._outbox, self._max_requests = engine, outbox, max_requests
-        self._transfer, self._handoffs = transfer, handoffs
+        self._transfer, self._tiers, self._handoffs = transfer, tiers, handoffs
         self._own_blocks = OwnBlocks(engine)
-        self._cache = CacheReports(outbox)
-        self._host_cache = CacheReports(outbox, cluster_pb2.CACHE_TIER_HOST)
-        self._disk_cache = CacheReports(outbox, cluster_pb2.CACHE_TIER_DISK)
         self.idle = asyncio.Event()
         self.idle.set()
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -140,28 +138,11 @@ class Runner:
         self._uses_handles = True
         # Counts since the start; see RunnerCounts.
         self._num_tokens = self._num_handoff_tokens = 0
-        self._num_host_tokens = self._num_disk_tokens = 0
         self._num_ended: Counter[str] = Counter()
-        self._num_wrong_files, self._disk_failed = 0, False
 
     def counts(self) -> RunnerCounts:
         """The current counts."""
-        tiers = {
-            DEVICE: (self._cache, 0),
-            HOST: (self._host_cache, self._num_host_tokens),
-            DISK: (self._disk_cache, self._num_disk_tokens),
-        }
-        return RunnerCounts(
-            num_tokens=self._num_tokens,
-            num_ended=dict(self._num_ended),
-            num_handoff_tokens=self._num_handoff_tokens,
-            tiers={
-                name: TierCounts(len(cache), cache.num_removed, num_tokens)
-                for name, (cache, num_tokens) in tiers.items()
-            },
-            num_wrong_files=self._num_wrong_files,
-            disk_failed=self._disk_failed,
-        )
+        return RunnerCounts(self._num_tokens, dict(self._num_ended), self._num_handoff_tokens)
 
     def running(self) -> list[cluster_pb2.RunningRequest]:
         """Running requests, and finished ones whose end is unacknowledged, for adoption in a Hello.
@@ -238,26 +219,7 @@ class Runner:
             held.attempt.spec.handle = 0
         self._drop_unowned_handoffs()
         self._ended.clear()
-        self._cache.report_all()
-        self._host_cache.report_all()
-        self._disk_cache.report_all()
-
-    def report_cache(self) -> None:
-        """Posts pending changes of the prefix cache and of the KV store."""
-        self._cache.flush()
-        self._host_cache.flush()
-        self._disk_cache.flush()
-
-    def take_disk(self, step: EngineStep) -> None:
-        """Takes what a step reports about the disk tier.
-
-        The worker passes the steps of the warm-up. Their other blocks are those of the warm-up
-        itself, which no prompt has.
-        """
-        if step.disk_cache is not None:
-            self._disk_cache.take(step.disk_cache)
-        self._num_wrong_files += step.num_wrong_files
-        self._disk_failed = self._disk_failed or step.disk_failed
+        self._tiers.report_all()
 
     def fail_all(self, error: BatonError) -> None:
         """Fails every request with an error."""
@@ -398,18 +360,14 @@ class Runner:
         while True:
             step = await self._engine.next_step()
             self._num_steps += 1
-            if step.cache is not None:
-                self._cache.take(step.cache)
-            if step.host_cache is not None:
-                self._host_cache.take(step.host_cache)
-            self.take_disk(step)
+            self._tiers.take(step)
             # Cache changes are sent before the outputs that depend on them: stored blocks before
             # the prompt's first token, removed blocks before the request that misses them.
             if any(
                 output.timings is not None or output.finish is Finish.PREFIX_GONE
                 for output in step.outputs
             ):
-                self.report_cache()
+                self._tiers.flush()
             message = cluster_pb2.StepOutputs(step=self._num_steps)
             for output in step.outputs:
                 held = self._by_engine_id.get(output.request_id)
@@ -431,10 +389,10 @@ class Runner:
             return
         self._num_tokens += len(output.token_ids)
         self._num_handoff_tokens += output.num_handoff_tokens
-        self._num_host_tokens += output.num_host_tokens
+        num_host_tokens = output.num_host_tokens
         if output.timings is not None:
-            self._num_host_tokens += held.attempt.num_own_host_tokens
-        self._num_disk_tokens += output.num_disk_tokens
+            num_host_tokens += held.attempt.num_own_host_tokens
+        self._tiers.count_loads(num_host_tokens, output.num_disk_tokens)
         if self._uses_handles and held.attempt.report_token(output, step.tokens):
             held.policy.on_output(held.attempt, output)
             return

@@ -45,6 +45,7 @@ from baton.worker.profiles import Profiles
 from baton.worker.renders import Renders
 from baton.worker.runner import Runner
 from baton.worker.serving import AttachedWorker
+from baton.worker.tier_reports import TierReports
 
 _log = logging.getLogger(__name__)
 
@@ -125,17 +126,19 @@ class Worker:
         handoffs = HandoffLog(self._start_tracing(stack))
         # 5. The request runner, and the stream to the coordinator.
         outbox = Outbox()
+        tiers = TierReports(outbox)
+        for step in warm_up_steps:
+            tiers.take_disk(step)
         runner = Runner(
             engine,
             info.layout,
             transfer,
             outbox,
+            tiers,
             handoffs,
             max_requests=self._max_requests[self._role],
             open_timeout_s=config.kv_transfer.open_timeout_s,
         )
-        for step in warm_up_steps:
-            runner.take_disk(step)
         profiles = Profiles(engine, outbox)
         cache_drops = CacheDrops(engine, outbox, transfer.erase_staging)
         renders = Renders(engine, outbox)
@@ -162,7 +165,10 @@ class Worker:
             self._coordinator,
             host,
             outbox,
-            LoadReports(engine, transfer, runner, handoffs, collector, lambda: profiles.recording),
+            LoadReports(
+                *(engine, transfer, runner, tiers, handoffs, collector),
+                is_profiling=lambda: profiles.recording,
+            ),
             attach_timeout_s=config.worker.attach_timeout_s,
             dial=dial,
         )

@@ -12,6 +12,7 @@ from baton.v1 import cluster_pb2
 from baton.v1 import kv_transfer_pb2 as pb
 from baton.worker.outbox import Outbox
 from baton.worker.runner import Runner
+from baton.worker.tier_reports import TierReports
 
 LAYOUT = KvLayout("m", "r", "uint8", 1, 1, 64, 4, 64, "axes")
 SENT, FOREIGN = b"s" * 16, b"f" * 16
@@ -67,7 +68,7 @@ class Worker:
         self.transfer, self.engine, self.outbox = Transfer(), Engine(), Outbox()
         log = SimpleNamespace(record=lambda *_: None)
         self.runner = Runner(
-            self.engine, LAYOUT, self.transfer, self.outbox, log,
+            self.engine, LAYOUT, self.transfer, self.outbox, TierReports(self.outbox), log,
             max_requests=max_requests, open_timeout_s=1,
         )  # fmt: skip
 
