@@ -13,7 +13,6 @@ from baton.runtime.histogram import Histogram
 from baton.runtime.names import request_name_parts
 from baton.runtime.tracing import Span, Tracing
 from baton.v1 import cluster_pb2, kv_transfer_pb2
-from baton.worker.attempts import Attempt
 
 SEND, RECEIVE = "send", "receive"
 
@@ -50,12 +49,12 @@ class HandoffLog:
         self._tracing = tracing
         self._counts = HandoffCounts()
 
-    def record(self, direction: str, attempt: Attempt, report: cluster_pb2.HandoffReport) -> None:
+    def record(self, direction: str, traceparent: str, report: cluster_pb2.HandoffReport) -> None:
         """Records a handoff that has just ended.
 
         Args:
             direction: SEND or RECEIVE.
-            attempt: The attempt that sent or received it.
+            traceparent: Trace of its request; empty: none.
             report: Its result.
         """
         transport = transport_label(report.transport)
@@ -64,9 +63,9 @@ class HandoffLog:
         if report.state == kv_transfer_pb2.HANDOFF_STATE_COMMITTED:
             histogram = self._counts.exposed.setdefault(transport, Histogram(EXPOSED_S))
             histogram.observe(report.exposed_us / 1e6)
-        if self._tracing.is_sampled(attempt.spec.traceparent):
+        if self._tracing.is_sampled(traceparent):
             make = send_spans if direction == SEND else receive_spans
-            self._tracing.record(attempt.spec.traceparent, *make(report, time.time_ns()))
+            self._tracing.record(traceparent, *make(report, time.time_ns()))
 
     def counts(self) -> HandoffCounts:
         """A copy of the counts, for a reader in another thread."""

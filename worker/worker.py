@@ -154,6 +154,7 @@ class Worker:
             handlers={
                 "prefill": runner.start_prefill,
                 "decode": runner.start_decode,
+                "send_prefix": runner.send_prefix,
                 "cancel": runner.cancel,
                 "profile": profiles.on_command,
                 "drop_cache": cache_drops.on_command,
