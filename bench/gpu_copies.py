@@ -24,7 +24,7 @@ import torch
 from baton.kvtransfer.connector.handoffs.block_copies import LayerRun, LayerRuns, Run
 from baton.kvtransfer.connector.handoffs.cuda_device_copies import CudaDeviceCopies
 from baton.kvtransfer.connector.handoffs.paged_cache import PagedCache
-from baton.kvtransfer.control import split_blocks
+from baton.kvtransfer.engine_port import split_blocks
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES, checksum
 from baton.kvtransfer.layout import KvLayout
 from baton.load import stats

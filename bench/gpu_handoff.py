@@ -23,8 +23,9 @@ import torch
 
 from baton.kvtransfer.connector.handoffs.handoff_step import HandoffStep, Load, Part, Save
 from baton.kvtransfer.connector.handoffs.rank_handoffs import RankHandoffs
-from baton.kvtransfer.control import EnginePort, TransferClient
+from baton.kvtransfer.engine_port import EnginePort
 from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.transfer_client import TransferClient
 from baton.load import stats
 from baton.runtime.config import KvTransferConfig
 from baton.v1 import kv_transfer_pb2

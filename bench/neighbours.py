@@ -30,12 +30,12 @@ from typing import Any, TypeAlias
 
 from baton.bench import interrupts, systems
 from baton.bench.neighbours_report import KINDS, NUM_BEFORE, Delay, delay_of, report
-from baton.engine.base import EngineInfo, EngineOutput, EngineRequest, Finish
+from baton.engine.base import EngineInfo, EngineOutput, EngineRequest, Finish, cached_prefix_request
 from baton.engine.served_model import ServedModel
 from baton.engine.vllm_engine import VllmEngine
 from baton.engine.warm_up import warm_up
-from baton.kvtransfer.control import TransferClient
 from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
+from baton.kvtransfer.transfer_client import TransferClient
 from baton.runtime import demo_model
 from baton.runtime.affinity import VLLM_BIND_THREADS
 from baton.runtime.config import KvTransferConfig
@@ -195,13 +195,10 @@ class Bench:
             TIMEOUT_S,
         )
         sent = await holder.finish(
-            EngineRequest(
-                f"fetch-{handoff_id.hex()}",
-                [*prompt[:num_tokens], prompt[0]],
-                sampling(2),
-                prefill_only=True,
+            cached_prefix_request(
+                f"prefix {handoff_id.hex()}",
+                prompt[:num_tokens],
                 send=SendHandoff(handoff_id, offset, num_tokens),
-                only_cached=True,
             )
         )
         if sent.finish is not Finish.CUT:

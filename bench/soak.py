@@ -35,7 +35,8 @@ from baton.bench.soak_handoffs import (
     Outcome,
     Undue,
 )
-from baton.kvtransfer.control import ServiceGone, TransferRefused, checksum
+from baton.kvtransfer.errors import ServiceGone, TransferRefused
+from baton.kvtransfer.frames import checksum
 from baton.kvtransfer.loopback import Watch, Worker
 from baton.load import stats
 from baton.runtime.config import KvTransferConfig

@@ -7,7 +7,8 @@ import random
 from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.kvtransfer.control import checksum, filled_frame, split_blocks
+from baton.kvtransfer.engine_port import filled_frame, split_blocks
+from baton.kvtransfer.frames import checksum
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.loopback import Worker
 from baton.load import stats

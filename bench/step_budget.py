@@ -24,7 +24,7 @@ from baton.engine.base import EngineRequest
 from baton.engine.served_model import ServedModel
 from baton.engine.vllm_engine import VllmEngine
 from baton.engine.warm_up import warm_up
-from baton.kvtransfer.control import TransferClient
+from baton.kvtransfer.transfer_client import TransferClient
 from baton.runtime import demo_model
 from baton.runtime.affinity import VLLM_BIND_THREADS
 from baton.runtime.config import KvTransferConfig, StepsConfig

@@ -34,7 +34,7 @@ from baton.bench.transport_driver import (
     write_content,
 )
 from baton.kvtransfer import arena, loopback
-from baton.kvtransfer.control import TransferError
+from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES
 from baton.load import stats
 from baton.runtime.config import KvTransferConfig

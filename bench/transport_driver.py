@@ -16,8 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from baton.kvtransfer.control import TransferError, checksum, split_blocks
-from baton.kvtransfer.frames import FRAME_TARGET_BYTES
+from baton.kvtransfer.engine_port import split_blocks
+from baton.kvtransfer.errors import TransferError
+from baton.kvtransfer.frames import FRAME_TARGET_BYTES, checksum
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.loopback import Worker
 from baton.load import stats

@@ -116,6 +116,47 @@ class EngineRequest:
         return end_of_images(self.images) if self.chat is None else 0
 
 
+def cached_prefix_request(
+    request_id: str,
+    token_ids: Sequence[int],
+    *,
+    send: SendHandoff | None = None,
+    priority: int = 0,
+    adapter: str = "",
+    cache_salt: str = "",
+    images: Sequence[common_pb2.PromptImage] = (),
+    due_in_s: float = math.inf,
+) -> EngineRequest:
+    """Returns a request that loads a prefix of a prompt into the prefix cache and may send it.
+
+    It ends with Finish.CUT, or with Finish.PREFIX_GONE if the engine lacks a block of the prefix.
+
+    Args:
+        request_id: See EngineRequest, as for the following arguments.
+        token_ids: The tokens of the prefix, whole blocks.
+        send: Handoff of the prefix; None: none.
+        priority: See EngineRequest.
+        adapter: See EngineRequest.
+        cache_salt: See EngineRequest.
+        images: Images of the prompt.
+        due_in_s: See EngineRequest.
+    """
+    return EngineRequest(
+        request_id=request_id,
+        # The engine computes one token after the prefix; its value does not matter.
+        prompt_token_ids=[*token_ids, token_ids[0]],
+        sampling=common_pb2.SamplingParams(max_tokens=2, ignore_eos=True),
+        prefill_only=True,
+        priority=priority,
+        send=send,
+        adapter=adapter,
+        cache_salt=cache_salt,
+        only_cached=True,
+        due_in_s=due_in_s,
+        images=images,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
     """The prompt of a chat with images.

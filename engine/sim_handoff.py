@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.engine.sim_tokens import KvDigests
-from baton.kvtransfer.control import EnginePort, checksum, filled_frame, split_blocks
+from baton.kvtransfer.engine_port import EnginePort, filled_frame, split_blocks
+from baton.kvtransfer.frames import checksum
 from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.kvtransfer.layout import KvLayout
 from baton.v1 import kv_transfer_pb2

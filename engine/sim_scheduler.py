@@ -20,8 +20,8 @@ from baton.engine.sim_handoff import HandoffSend
 from baton.engine.sim_host_tier import HostTier
 from baton.engine.sim_text import OutputText
 from baton.engine.sim_tokens import TokenChain
-from baton.kvtransfer.connector.handoffs.kept_prefixes import MOST_KEPT
 from baton.runtime.block_hashes import block_hashes, root_of
+from baton.runtime.fetches import MAX_KEPT_SHARE
 from baton.runtime.latency import LatencyModel
 from baton.runtime.prompt_images import block_keys
 from baton.runtime.step_budget import (
@@ -265,7 +265,7 @@ class Scheduler:
         """
         hashes = self._usable_hashes(request)[: num_tokens // (self.caching_block_tokens or 1)]
         num_kept = sum(self._kept.values()) + len(hashes)
-        if not hashes or num_kept > MOST_KEPT * self.blocks.num_blocks:
+        if not hashes or num_kept > MAX_KEPT_SHARE * self.blocks.num_blocks:
             return
         if self.blocks.keep(_kept_name(request), hashes):
             self._kept[request.id] = len(hashes)

@@ -46,7 +46,7 @@ from baton.engine.sim_scheduler import LiveRequest, Scheduler, Work
 from baton.engine.sim_text import OutputText
 from baton.engine.sim_tokens import TokenChain, Vocabulary
 from baton.engine.sim_trace import StepTrace
-from baton.kvtransfer.control import ServiceGone
+from baton.kvtransfer.errors import ServiceGone
 from baton.kvtransfer.handoff_orders import ReceiveHandoff
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.config import SimulatedConfig

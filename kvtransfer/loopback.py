@@ -15,8 +15,10 @@ from pathlib import Path
 import psutil
 
 from baton.kvtransfer.arena import SEGMENT_DIRECTORY
-from baton.kvtransfer.control import EnginePort, ServiceGone, TransferClient
+from baton.kvtransfer.engine_port import EnginePort
+from baton.kvtransfer.errors import ServiceGone
 from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.transfer_client import TransferClient
 from baton.runtime.kv_transfer_config import KvTransferConfig
 from baton.v1 import kv_transfer_pb2 as pb
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.kvtransfer import arena, loopback, staging_size
-from baton.kvtransfer.control import TransferError, filled_frame, split_blocks
+from baton.kvtransfer.engine_port import filled_frame, split_blocks
+from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.loopback import Worker
 from baton.runtime.kv_transfer_config import KvTransferConfig

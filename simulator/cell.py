@@ -213,9 +213,6 @@ class SimulatedCell(VirtualTime):
     def num_output_tokens(self, spec: cluster_pb2.RequestSpec) -> int:
         """Returns the length in the trace of a request's output, or its max_tokens if smaller."""
         most, name = spec.sampling.max_tokens, spec.request_id
-        if not name.startswith(_ID_PREFIX):
-            # A worker sends a cached prefix to another worker.
-            return most
         return min(most, self.record.outputs[int(name.removeprefix(_ID_PREFIX))])
 
     def ended(self, worker: SimulatedWorker) -> None:

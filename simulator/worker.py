@@ -21,6 +21,7 @@ from typing import Protocol
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import WorkerKey
 from baton.load.duration_histogram import DurationHistogram
+from baton.runtime.durations import to_seconds
 from baton.runtime.latency import PrefillChunk
 from baton.runtime.request_targets import due_in_s, own_itl_s
 from baton.runtime.step_budget import StepTargets, StreamPace, Streams
@@ -97,11 +98,15 @@ class SimulatedWorker:
         if self.stopped:
             return
         if isinstance(command, cluster_pb2.CancelCommand):
-            self._cancel((command.request_id, command.attempt))
-            if not command.attempt:
+            if command.attempt:
+                self._cancel((command.request_id, command.attempt))
+            else:
+                self._cancel(_prefix_key(command.handoff_id))
                 self.fetches.end(command.handoff_id)
         elif isinstance(command, cluster_pb2.PrefillCommand | cluster_pb2.DecodeCommand):
             self._begin(command)
+        elif isinstance(command, cluster_pb2.SendPrefixCommand):
+            self._send_prefix(command)
         elif isinstance(command, cluster_pb2.StepTargets):
             if self.shape.follows_step_targets:
                 self._step_targets = from_message(command)
@@ -143,7 +148,6 @@ class SimulatedWorker:
             num_prompt_tokens=num_prompt,
             hashes=self._caches.hashes(spec),
             is_handoff=is_handoff,
-            sends=_sends(command),
             # The first token was made elsewhere. Its report to the coordinator and this command
             # took one message delay each.
             last_at=self.host.now - 2 * shape.delay_s if num_known else math.nan,
@@ -163,6 +167,30 @@ class SimulatedWorker:
             self.fetches.wait(request, command.fetch)
         else:
             self.load(request)
+
+    def _send_prefix(self, command: cluster_pb2.SendPrefixCommand) -> None:
+        """Lets a request compute one token after a cached prefix, then send the prefix."""
+        request_id, attempt = _prefix_key(command.handoff.handoff_id)
+        num_tokens = len(command.prompt_token_ids) + 1
+        request = SimulatedRequest(
+            request_id=request_id,
+            attempt=attempt,
+            priority=command.priority,
+            order=next(self._order),
+            num_output_tokens=2,
+            num_uncomputed=num_tokens,
+            num_computed=0,
+            num_tokens=num_tokens,
+            num_outputs_left=1,
+            offset=0,
+            num_prompt_tokens=num_tokens,
+            hashes=self._caches.hashes(command),
+            sends=command.handoff,
+            arrived_at=self.host.now,
+            due_at=self.host.now + to_seconds(command.timeout),
+        )
+        self._requests[request.key] = request
+        self.load(request)
 
     def load(self, request: SimulatedRequest) -> None:
         """Takes what the prefix cache and host memory hold of a prompt before it waits for a step.
@@ -643,10 +671,6 @@ class SimulatedWorker:
         )
 
 
-def _sends(
-    command: cluster_pb2.PrefillCommand | cluster_pb2.DecodeCommand,
-) -> cluster_pb2.HandoffPlan | None:
-    """Returns where a command sends a cached prefix; None: it is a client's request."""
-    if isinstance(command, cluster_pb2.PrefillCommand) and command.only_cached:
-        return command.handoff
-    return None
+def _prefix_key(handoff_id: bytes) -> tuple[str, int]:
+    """Returns the request ID and the attempt of a request that sends a cached prefix."""
+    return f"prefix {handoff_id.hex()}", 0

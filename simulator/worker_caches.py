@@ -29,7 +29,9 @@ class WorkerCaches:
                 shape.host_kv_tokens, shape.block_size_tokens, cluster_pb2.CACHE_TIER_HOST
             )
 
-    def hashes(self, spec: cluster_pb2.RequestSpec) -> Sequence[int]:
+    def hashes(
+        self, spec: cluster_pb2.RequestSpec | cluster_pb2.SendPrefixCommand
+    ) -> Sequence[int]:
         """Returns the hashes of a prompt's blocks; empty without a prefix cache."""
         if self._device is None:
             return ()

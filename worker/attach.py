@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Collection, Coroutine
+from collections.abc import Coroutine
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 
@@ -21,7 +21,10 @@ from baton.runtime import rpc
 from baton.runtime.dial import PLAIN, Dial
 from baton.runtime.durations import to_seconds
 from baton.runtime.errors import connection_failure
-from baton.v1 import cluster_pb2, cluster_pb2_grpc, common_pb2
+from baton.v1 import cluster_pb2, cluster_pb2_grpc
+from baton.worker.host import WorkerHost
+from baton.worker.load_reports import LoadReports
+from baton.worker.outbox import Outbox
 
 if TYPE_CHECKING:
     _Call: TypeAlias = grpc.aio.StreamStreamCall[
@@ -88,54 +91,6 @@ class _StreamLost(Exception):
     """The stream has ended; a new stream may follow."""
 
 
-class Host(Protocol):
-    """The worker that an `Attachment` represents; worker/host.py implements it."""
-
-    def hello(self) -> cluster_pb2.Hello:
-        """Describes this worker and its requests; the attachment adds generation and ack."""
-        ...
-
-    async def load_report(self) -> cluster_pb2.LoadReport: ...
-
-    def on_command(self, message: cluster_pb2.CoordinatorMessage) -> None:
-        """Executes or starts a command; called once per command."""
-        ...
-
-    def on_welcome(self, role: common_pb2.Role.ValueType) -> None:
-        """Called when the worker is attached in this role."""
-        ...
-
-    def on_step_targets(self, targets: cluster_pb2.StepTargets) -> None:
-        """Applies the targets of the engine's steps, which may be the current ones."""
-        ...
-
-    def on_detached(self) -> None:
-        """Called when the stream has ended; the next one may be to another coordinator."""
-        ...
-
-    def keep_only(self, adopted: frozenset[tuple[str, int]]) -> None:
-        """Ends all attempts except these (request id, attempt), for a new coordinator."""
-        ...
-
-    def abandon(self, reason: str) -> None:
-        """Fails all requests, because the coordinator was away for longer than the grace time."""
-        ...
-
-
-class Outgoing(Protocol):
-    """Queue of unacknowledged messages; worker/outbox.py implements it."""
-
-    posted: asyncio.Event
-
-    @property
-    def has_unsent(self) -> bool: ...
-    def next_batch(self) -> cluster_pb2.WorkerMessage | None: ...
-    def acknowledge(self, seq: int) -> None: ...
-    def mark_hello(self) -> None: ...
-    def resume(self, ack: int) -> None: ...
-    def restart(self, adopted: Collection[tuple[str, int]]) -> bool: ...
-
-
 class Attachment:
     """Keeps a worker attached to its coordinator.
 
@@ -143,6 +98,7 @@ class Attachment:
         address: host:port of the coordinator.
         host: The worker that the attachment represents.
         outbox: Messages to send, beside load reports.
+        load_reports: Makes the report that each heartbeat sends.
         attach_timeout_s: Longest time without a coordinator before `run` fails.
         dial: TLS files and credential; each stream reads the files again.
 
@@ -153,14 +109,15 @@ class Attachment:
     def __init__(
         self,
         address: str,
-        host: Host,
-        outbox: Outgoing,
+        host: WorkerHost,
+        outbox: Outbox,
+        load_reports: LoadReports,
         *,
         attach_timeout_s: float,
         dial: Dial = PLAIN,
     ) -> None:
         self._address, self._host, self._outbox, self._dial = address, host, outbox, dial
-        self._attach_timeout_s = attach_timeout_s
+        self._load_reports, self._attach_timeout_s = load_reports, attach_timeout_s
         self._generation = 0
         self._received = self._acknowledged = 0
         self._heartbeat_s, self._grace_s = 1.0, 0.0
@@ -323,7 +280,7 @@ class Attachment:
 
     async def _send_heartbeats(self) -> None:
         while True:
-            self._load = await self._host.load_report()
+            self._load = await self._load_reports.make()
             self._outbox.posted.set()
             await asyncio.sleep(self._heartbeat_s)
 

@@ -8,7 +8,6 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from baton.engine.attempts import Attempt
 from baton.runtime.handoff_metrics import EXPOSED_S, outcome_label, reason_label, transport_label
 from baton.runtime.histogram import Histogram
 from baton.runtime.names import request_name_parts
@@ -50,12 +49,12 @@ class HandoffLog:
         self._tracing = tracing
         self._counts = HandoffCounts()
 
-    def record(self, direction: str, attempt: Attempt, report: cluster_pb2.HandoffReport) -> None:
+    def record(self, direction: str, traceparent: str, report: cluster_pb2.HandoffReport) -> None:
         """Records a handoff that has just ended.
 
         Args:
             direction: SEND or RECEIVE.
-            attempt: The attempt that sent or received it.
+            traceparent: Trace of its request; empty: none.
             report: Its result.
         """
         transport = transport_label(report.transport)
@@ -64,9 +63,9 @@ class HandoffLog:
         if report.state == kv_transfer_pb2.HANDOFF_STATE_COMMITTED:
             histogram = self._counts.exposed.setdefault(transport, Histogram(EXPOSED_S))
             histogram.observe(report.exposed_us / 1e6)
-        if self._tracing.is_sampled(attempt.spec.traceparent):
+        if self._tracing.is_sampled(traceparent):
             make = send_spans if direction == SEND else receive_spans
-            self._tracing.record(attempt.spec.traceparent, *make(report, time.time_ns()))
+            self._tracing.record(traceparent, *make(report, time.time_ns()))
 
     def counts(self) -> HandoffCounts:
         """A copy of the counts, for a reader in another thread."""

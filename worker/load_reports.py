@@ -7,11 +7,13 @@ from collections.abc import Callable
 import psutil
 
 from baton.engine.base import Engine, TierLoads
-from baton.kvtransfer.control import ServiceGone, TransferClient
+from baton.kvtransfer.errors import ServiceGone
+from baton.kvtransfer.transfer_client import TransferClient
 from baton.v1 import cluster_pb2, kv_transfer_pb2
 from baton.worker.handoffs import HandoffLog
 from baton.worker.metrics import Snapshot, WorkerCollector
 from baton.worker.runner import Runner
+from baton.worker.tier_reports import TierReports
 
 
 class LoadReports:
@@ -21,6 +23,7 @@ class LoadReports:
         engine: Started engine.
         transfer: Client of the worker's transfer service.
         runner: Owner of the worker's requests.
+        tiers: Reports of the worker's KV blocks.
         handoffs: Results of the handoffs so far.
         collector: Gets the snapshot for the metrics.
         is_profiling: Whether a profile is recorded, which makes the engine's steps slower.
@@ -31,11 +34,13 @@ class LoadReports:
         engine: Engine,
         transfer: TransferClient,
         runner: Runner,
+        tiers: TierReports,
         handoffs: HandoffLog,
         collector: WorkerCollector,
         is_profiling: Callable[[], bool],
     ) -> None:
-        self._engine, self._transfer, self._runner = engine, transfer, runner
+        self._engine, self._transfer = engine, transfer
+        self._runner, self._tiers = runner, tiers
         self._handoffs, self._collector, self._is_profiling = handoffs, collector, is_profiling
         self._process = psutil.Process()
 
@@ -45,7 +50,7 @@ class LoadReports:
         If the transfer service has ended, its last known values are used. The runner reports the
         end itself, after it has failed all requests on the same stream.
         """
-        self._runner.report_cache()
+        self._tiers.flush()
         load = self._engine.take_load()
         # Steps take longer under the profiler, so the latency model must not learn from them.
         samples = load.samples if not self._is_profiling() else ()
@@ -83,6 +88,7 @@ class LoadReports:
             report,
             transfer,
             self._runner.counts(),
+            self._tiers.counts(),
             self._handoffs.counts(),
         )
         return report

@@ -43,24 +43,33 @@ class TierCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheCounts:
+    """Counts of a worker's KV blocks.
+
+    Attributes:
+        tiers: Counts by tier: device, host and disk.
+        num_wrong_files: Files of the disk tier that were wrong, since the start.
+        disk_failed: Whether the disk tier has failed.
+    """
+
+    tiers: Mapping[str, TierCounts] = field(default_factory=dict)
+    num_wrong_files: int = 0
+    disk_failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class RunnerCounts:
-    """Counts of a worker's requests since its start, and of its KV blocks.
+    """Counts of a worker's requests since its start.
 
     Attributes:
         num_tokens: Output tokens reported.
         num_ended: Ended attempts by outcome.
         num_handoff_tokens: Prompt tokens loaded from handoffs.
-        tiers: Counts by tier: device, host and disk.
-        num_wrong_files: Files of the disk tier that were wrong.
-        disk_failed: Whether the disk tier has failed.
     """
 
     num_tokens: int = 0
     num_ended: Mapping[str, int] = field(default_factory=dict)
     num_handoff_tokens: int = 0
-    tiers: Mapping[str, TierCounts] = field(default_factory=dict)
-    num_wrong_files: int = 0
-    disk_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,7 @@ class Snapshot:
         default_factory=kv_transfer_pb2.LocalStatistics
     )
     counts: RunnerCounts = field(default_factory=RunnerCounts)
+    caches: CacheCounts = field(default_factory=CacheCounts)
     handoffs: HandoffCounts = field(default_factory=HandoffCounts)
 
 
@@ -109,8 +119,8 @@ class WorkerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         load, counts = self.snapshot.load, self.snapshot.counts
-        transfer = self.snapshot.transfer
-        host, disk = (counts.tiers.get(name, TierCounts()) for name in (HOST, DISK))
+        transfer, caches = self.snapshot.transfer, self.snapshot.caches
+        host, disk = (caches.tiers.get(name, TierCounts()) for name in (HOST, DISK))
         yield self._gauge("requests_running", "Requests in the engine's steps.", load.num_running)
         yield self._gauge("requests_waiting", "Requests in the engine's queue.", load.num_waiting)
         yield self._gauge(
@@ -144,17 +154,17 @@ class WorkerCollector(Collector):
             "removed_kv_blocks",
             "KV blocks that a tier has evicted, or deleted because an operator asked for it.",
             ("tier",),
-            {(tier,): each.num_removed for tier, each in counts.tiers.items()},
+            {(tier,): each.num_removed for tier, each in caches.tiers.items()},
         )
         yield self._counter(
             "disk_wrong_files",
             "Files of KV blocks that were missing or damaged, and were not used.",
-            counts.num_wrong_files,
+            caches.num_wrong_files,
         )
         yield self._gauge(
             "disk_failed",
             "1 if the disk has failed, so that the worker no longer uses it; otherwise 0.",
-            counts.disk_failed,
+            caches.disk_failed,
         )
         yield self._split(
             CounterMetricFamily,

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from baton.engine.base import EngineDead
 from baton.kvtransfer import arena, staging_size, transport_speed
-from baton.kvtransfer.control import TransferError
+from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.transports import registry
 from baton.kvtransfer.transports.transport import ServiceContext

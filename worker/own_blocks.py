@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 from time import monotonic
 
-from baton.engine.attempts import Attempt
-from baton.engine.base import Engine, EngineOutput, EngineRequest
+from baton.engine.base import Engine, EngineOutput, cached_prefix_request
 from baton.runtime.durations import to_seconds
-from baton.v1 import common_pb2
+from baton.worker.attempts import Attempt
 
 
 class OwnBlocks:
     """Owns the engine requests that load blocks from host memory into the prefix cache.
 
-    Such a load is an engine request of its own, which must compute one token after the blocks (as
-    at the holder of a fetch); the value of this token does not matter. The request that waits for
-    the fetch holds the blocks from its own submission on (KeptPrefixes). If
-    the blocks are evicted before that, the engine computes the prompt.
+    Such a load is an engine request of its own. The request that waits for the fetch holds the
+    blocks from its own submission on (KeptPrefixes). If the blocks are evicted before that, the
+    engine computes the prompt.
 
     Args:
         engine: Started engine.
@@ -37,16 +35,12 @@ class OwnBlocks:
         plan = attempt.fetch
         if plan is None or not plan.host_tokens:
             return
-        prompt = attempt.spec.prompt_token_ids
-        request = EngineRequest(
-            request_id=f"{attempt.engine_id}.own",
-            prompt_token_ids=[*prompt[: plan.skip_tokens], prompt[0]],
-            sampling=common_pb2.SamplingParams(max_tokens=2, ignore_eos=True),
-            prefill_only=True,
+        request = cached_prefix_request(
+            f"{attempt.engine_id}.own",
+            attempt.spec.prompt_token_ids[: plan.skip_tokens],
             priority=attempt.spec.priority,
             adapter=attempt.spec.adapter,
             cache_salt=attempt.spec.cache_salt,
-            only_cached=True,
         )
         begun_at = monotonic()
         ended = self._loads[request.request_id] = asyncio.get_running_loop().create_future()

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 
-from baton.engine.attempts import Attempt
-from baton.kvtransfer.control import TransferClient
+from baton.kvtransfer.transfer_client import TransferClient
 from baton.v1 import cluster_pb2, kv_transfer_pb2
+from baton.worker.attempts import Attempt
 
 _COMMITTED = (kv_transfer_pb2.HANDOFF_STATE_COMMITTED, kv_transfer_pb2.HANDOFF_STATE_CLAIMED)
 _ENDED = (kv_transfer_pb2.HANDOFF_STATE_RELEASED, kv_transfer_pb2.HANDOFF_STATE_FAILED)
@@ -42,7 +42,7 @@ class Receives:
 
     Args:
         transfer: Client of the worker's transfer service.
-        report: Called with the result of each handoff that an attempt expects.
+        report: Called with the trace and the result of each handoff that an attempt expects.
         on_change: Called when `num_live` has decreased.
     """
 
@@ -50,7 +50,7 @@ class Receives:
         self,
         transfer: TransferClient,
         *,
-        report: Callable[[Attempt, cluster_pb2.HandoffReport], None],
+        report: Callable[[str, cluster_pb2.HandoffReport], None],
         on_change: Callable[[], None],
     ) -> None:
         self._transfer, self._report, self._on_change = transfer, report, on_change
@@ -108,5 +108,5 @@ class Receives:
             report.num_bytes, report.transport = state.num_bytes, state.transport
             if receive is not None:
                 receive.add_times(report)
-            self._report(attempt, report)
+            self._report(attempt.spec.traceparent, report)
         self._on_change()

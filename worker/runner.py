@@ -6,26 +6,22 @@ import asyncio
 import itertools
 import logging
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from google.rpc import code_pb2
 
-from baton.decode.role import DecodeRole
-from baton.engine.attempts import Attempt
 from baton.engine.base import (
     Engine,
     EngineDead,
     EngineOutput,
-    EngineStep,
     Finish,
     RequestRejected,
 )
-from baton.kvtransfer.control import HandoffEvent, TransferClient
 from baton.kvtransfer.layout import KvLayout
-from baton.prefill.role import PrefillRole
+from baton.kvtransfer.transfer_client import HandoffEvent, TransferClient
 from baton.runtime.durations import to_seconds
 from baton.runtime.errors import (
     BatonError,
@@ -35,12 +31,17 @@ from baton.runtime.errors import (
     ResourceExhausted,
 )
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
-from baton.worker.cache_reports import CacheReports
+from baton.worker.attempts import Attempt
+from baton.worker.decode_role import DecodeRole
 from baton.worker.handoffs import RECEIVE, SEND, HandoffLog
-from baton.worker.metrics import DEVICE, DISK, HOST, RunnerCounts, TierCounts
+from baton.worker.metrics import RunnerCounts
 from baton.worker.outbox import Outbox
 from baton.worker.own_blocks import OwnBlocks
+from baton.worker.prefill_role import PrefillRole
+from baton.worker.prefix_sends import PrefixSends
 from baton.worker.receives import Receives
+from baton.worker.sends import Sends
+from baton.worker.tier_reports import TierReports
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ _MAX_ENDED = 256
 
 
 class RolePolicy(Protocol):
-    """Behaviour of a role; prefill/role.py and decode/role.py implement it."""
+    """Behaviour of a role; prefill_role.py and decode_role.py implement it."""
 
     async def begin(self, attempt: Attempt) -> None: ...
     def on_output(self, attempt: Attempt, output: EngineOutput) -> None: ...
@@ -86,6 +87,7 @@ class Runner:
         layout: Layout of the engine's KV cache.
         transfer: Configured client of the transfer service.
         outbox: Queue for outputs and reports.
+        tiers: Reports of the worker's KV blocks.
         handoffs: Receives the result of each handoff.
         max_requests: Limit of requests held at once, including those being cleaned up; further ones
             are refused.
@@ -102,22 +104,19 @@ class Runner:
         layout: KvLayout,
         transfer: TransferClient,
         outbox: Outbox,
+        tiers: TierReports,
         handoffs: HandoffLog,
         *,
         max_requests: int,
         open_timeout_s: float,
     ) -> None:
         self._engine, self._outbox, self._max_requests = engine, outbox, max_requests
-        self._transfer, self._handoffs = transfer, handoffs
+        self._transfer, self._tiers, self._handoffs = transfer, tiers, handoffs
         self._own_blocks = OwnBlocks(engine)
-        self._cache = CacheReports(outbox)
-        self._host_cache = CacheReports(outbox, cluster_pb2.CACHE_TIER_HOST)
-        self._disk_cache = CacheReports(outbox, cluster_pb2.CACHE_TIER_DISK)
         self.idle = asyncio.Event()
         self.idle.set()
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._prefill = PrefillRole(
-            engine,
+        self._sends = Sends(
             transfer,
             layout,
             open_timeout_s=open_timeout_s,
@@ -129,7 +128,15 @@ class Runner:
             report=partial(self._report_handoff, RECEIVE),
             on_change=self._update_idle,
         )
+        self._prefill = PrefillRole(engine, self._sends)
         self._decode = DecodeRole(engine, self._receives)
+        self._prefix_sends = PrefixSends(
+            engine,
+            self._sends,
+            layout.block_size_tokens,
+            on_end=self._update_idle,
+            on_engine_dead=self._die,
+        )
         self._held: dict[str, _Held] = {}
         self._by_engine_id: dict[str, _Held] = {}
         self._cleanups: dict[asyncio.Task[None], _Held] = {}
@@ -140,37 +147,19 @@ class Runner:
         self._uses_handles = True
         # Counts since the start; see RunnerCounts.
         self._num_tokens = self._num_handoff_tokens = 0
-        self._num_host_tokens = self._num_disk_tokens = 0
         self._num_ended: Counter[str] = Counter()
-        self._num_wrong_files, self._disk_failed = 0, False
 
     def counts(self) -> RunnerCounts:
         """The current counts."""
-        tiers = {
-            DEVICE: (self._cache, 0),
-            HOST: (self._host_cache, self._num_host_tokens),
-            DISK: (self._disk_cache, self._num_disk_tokens),
-        }
-        return RunnerCounts(
-            num_tokens=self._num_tokens,
-            num_ended=dict(self._num_ended),
-            num_handoff_tokens=self._num_handoff_tokens,
-            tiers={
-                name: TierCounts(len(cache), cache.num_removed, num_tokens)
-                for name, (cache, num_tokens) in tiers.items()
-            },
-            num_wrong_files=self._num_wrong_files,
-            disk_failed=self._disk_failed,
-        )
+        num_ended = dict(self._num_ended + self._prefix_sends.num_ended)
+        return RunnerCounts(self._num_tokens, num_ended, self._num_handoff_tokens)
 
     def running(self) -> list[cluster_pb2.RunningRequest]:
         """Running requests, and finished ones whose end is unacknowledged, for adoption in a Hello.
 
         Requests that do not fit into a message are left out and start again on another worker.
         """
-        # A coordinator that has just started knows of no fetches.
-        clients = [one.attempt for one in self._held.values() if not one.attempt.serves_fetch]
-        every = [attempt.running() for attempt in clients]
+        every = [held.attempt.running() for held in self._held.values()]
         every += [ended for seq, ended in self._ended if self._outbox.is_kept(seq)]
         sums = itertools.accumulate(one.ByteSize() for one in every)
         return [
@@ -205,31 +194,42 @@ class Runner:
 
     def start_prefill(self, command: cluster_pb2.PrefillCommand) -> None:
         role, plan = common_pb2.ROLE_PREFILL, _handoff(command)
-        attempt = Attempt(command.spec, role, plan, _fetch(command), command.only_cached)
-        self._start(attempt, self._prefill)
+        self._start(Attempt(command.spec, role, plan, _fetch(command)), self._prefill)
 
     def start_decode(self, command: cluster_pb2.DecodeCommand) -> None:
         role, plan = common_pb2.ROLE_DECODE, _handoff(command)
         self._start(Attempt(command.spec, role, plan, _fetch(command)), self._decode)
 
+    def send_prefix(self, command: cluster_pb2.SendPrefixCommand) -> None:
+        """Sends a cached prefix of a prompt to another worker."""
+        if self._is_full:
+            self._prefix_sends.refuse(command)
+        else:
+            self.idle.clear()
+            self._prefix_sends.start(command)
+
     def cancel(self, command: cluster_pb2.CancelCommand) -> None:
         """Ends an attempt in any state without an output, and drops its handoff."""
         if not command.attempt:
-            self._receives.drop(command.handoff_id)
+            if self._sends.knows(command.handoff_id):
+                self._prefix_sends.cancel(command.handoff_id)
+            else:
+                self._receives.drop(command.handoff_id)
             return
         held = self._held.get(command.request_id)
         if held is not None and held.attempt.spec.attempt == command.attempt:
             self._drop(held, "cancelled")
         if command.handoff_id and command.handoff_id not in self._held_handoffs():
-            if self._prefill.sends(command.handoff_id):
-                self._prefill.abort(command.handoff_id)
+            if self._sends.knows(command.handoff_id):
+                self._sends.abort(command.handoff_id)
             else:
                 self._receives.drop(command.handoff_id)
 
     def keep_only(self, adopted: frozenset[tuple[str, int]]) -> None:
         """Ends all attempts except these (request id, attempt), for a new coordinator.
 
-        It also ends handoffs without a request, and reports all cached blocks.
+        It also ends handoffs without a request, as a coordinator that has just started knows of no
+        fetches, and reports all cached blocks.
         """
         for held in list(self._held.values()):
             if (held.attempt.spec.request_id, held.attempt.spec.attempt) not in adopted:
@@ -238,34 +238,11 @@ class Runner:
             held.attempt.spec.handle = 0
         self._drop_unowned_handoffs()
         self._ended.clear()
-        self._cache.report_all()
-        self._host_cache.report_all()
-        self._disk_cache.report_all()
-
-    def report_cache(self) -> None:
-        """Posts pending changes of the prefix cache and of the KV store."""
-        self._cache.flush()
-        self._host_cache.flush()
-        self._disk_cache.flush()
-
-    def take_disk(self, step: EngineStep) -> None:
-        """Takes what a step reports about the disk tier.
-
-        The worker passes the steps of the warm-up. Their other blocks are those of the warm-up
-        itself, which no prompt has.
-        """
-        if step.disk_cache is not None:
-            self._disk_cache.take(step.disk_cache)
-        self._num_wrong_files += step.num_wrong_files
-        self._disk_failed = self._disk_failed or step.disk_failed
+        self._tiers.report_all()
 
     def fail_all(self, error: BatonError) -> None:
         """Fails every request with an error."""
-        outputs = [
-            held.attempt.failed(error)
-            for held in self._held.values()
-            if not held.attempt.serves_fetch
-        ]
+        outputs = [held.attempt.failed(error) for held in self._held.values()]
         for held in list(self._held.values()):
             self._drop(held, "failed")
         self._post(outputs)
@@ -273,8 +250,8 @@ class Runner:
 
     async def settle(self, timeout_s: float) -> None:
         """Waits until dropped requests are freed, for at most `timeout_s`."""
-        if self._cleanups:
-            await asyncio.wait(self._cleanups, timeout=timeout_s)
+        if tasks := [*self._cleanups, *self._prefix_sends.tasks()]:
+            await asyncio.wait(tasks, timeout=timeout_s)
 
     def _held_handoffs(self) -> set[bytes]:
         """Handoffs of current requests and of requests being freed, which release theirs later."""
@@ -282,9 +259,16 @@ class Runner:
         plans = [plan for held in every for plan in (held.attempt.handoff, held.attempt.fetch)]
         return {plan.handoff_id for plan in plans if plan is not None}
 
+    @property
+    def _is_full(self) -> bool:
+        num_held = len(self._held) + len(self._cleanups) + len(self._prefix_sends)
+        return num_held >= self._max_requests
+
     def _drop_unowned_handoffs(self) -> None:
+        self._prefix_sends.cancel_all()
         kept = self._held_handoffs()
-        self._prefill.abort_all_but(kept)
+        # The engine may still write the staging of the prefixes.
+        self._sends.abort_all_but(kept | self._prefix_sends.handoff_ids)
         self._receives.keep_only(kept)
 
     # ---- One request.
@@ -296,13 +280,13 @@ class Runner:
             if older.attempt.spec.attempt >= attempt.spec.attempt:
                 return
             self._drop(older, "superseded")
-        if len(self._held) + len(self._cleanups) >= self._max_requests:
+        if self._is_full:
             refusal = ResourceExhausted(
                 f"this worker is at its limit of {self._max_requests} requests",
                 reason="WORKER_FULL",
                 retry_after_s=1.0,
             )
-            self._post_failed(attempt, refusal)
+            self._post([attempt.failed(refusal)])
             policy.release(attempt)
             if attempt.fetch is not None and attempt.fetch.num_tokens:
                 # Its first tokens may be in this worker's staging already.
@@ -318,16 +302,12 @@ class Runner:
             held.deadline = asyncio.get_running_loop().call_later(
                 to_seconds(attempt.spec.timeout), self._expire, held
             )
-        self._begin_with(held, policy.begin)
+        held.begin = asyncio.create_task(self._begin(held), name=f"begin {attempt.engine_id}")
 
-    def _begin_with(self, held: _Held, begin: Callable[[Attempt], Awaitable[None]]) -> None:
-        task = self._begin(held, begin)
-        held.begin = asyncio.create_task(task, name=f"begin {held.attempt.engine_id}")
-
-    async def _begin(self, held: _Held, begin: Callable[[Attempt], Awaitable[None]]) -> None:
+    async def _begin(self, held: _Held) -> None:
         try:
             await self._own_blocks.load(held.attempt)
-            await begin(held.attempt)
+            await held.policy.begin(held.attempt)
         except RequestRejected as error:
             self._fail(held, RemoteError(code_pb2.INVALID_ARGUMENT, str(error), []))
         except EngineDead as error:
@@ -343,12 +323,8 @@ class Runner:
         if self._by_engine_id.get(held.attempt.engine_id) is not held:
             # The attempt was dropped, and its `begin` task failed before its cancellation.
             return
-        self._post_failed(held.attempt, error)
+        self._post([held.attempt.failed(error)])
         self._drop(held, "failed")
-
-    def _post_failed(self, attempt: Attempt, error: BatonError) -> None:
-        if not attempt.serves_fetch:
-            self._post([attempt.failed(error)])
 
     def _drop(self, held: _Held, how: str) -> None:
         """Removes a request at once; its engine part and handoff are freed in the background."""
@@ -398,23 +374,20 @@ class Runner:
         while True:
             step = await self._engine.next_step()
             self._num_steps += 1
-            if step.cache is not None:
-                self._cache.take(step.cache)
-            if step.host_cache is not None:
-                self._host_cache.take(step.host_cache)
-            self.take_disk(step)
+            self._tiers.take(step)
             # Cache changes are sent before the outputs that depend on them: stored blocks before
             # the prompt's first token, removed blocks before the request that misses them.
             if any(
                 output.timings is not None or output.finish is Finish.PREFIX_GONE
                 for output in step.outputs
             ):
-                self.report_cache()
+                self._tiers.flush()
             message = cluster_pb2.StepOutputs(step=self._num_steps)
             for output in step.outputs:
                 held = self._by_engine_id.get(output.request_id)
                 if held is None:
                     self._own_blocks.take(output)
+                    self._prefix_sends.take(output)
                     continue
                 self._take(held, output, message)
                 if message.outputs and message.outputs[-1].finished.prompt_logprobs:
@@ -426,15 +399,12 @@ class Runner:
             await self._outbox.wait_for_space()
 
     def _take(self, held: _Held, output: EngineOutput, step: cluster_pb2.StepOutputs) -> None:
-        if held.attempt.serves_fetch:
-            self._take_prefix_output(held, output)
-            return
         self._num_tokens += len(output.token_ids)
         self._num_handoff_tokens += output.num_handoff_tokens
-        self._num_host_tokens += output.num_host_tokens
+        num_host_tokens = output.num_host_tokens
         if output.timings is not None:
-            self._num_host_tokens += held.attempt.num_own_host_tokens
-        self._num_disk_tokens += output.num_disk_tokens
+            num_host_tokens += held.attempt.num_own_host_tokens
+        self._tiers.count_loads(num_host_tokens, output.num_disk_tokens)
         if self._uses_handles and held.attempt.report_token(output, step.tokens):
             held.policy.on_output(held.attempt, output)
             return
@@ -451,16 +421,6 @@ class Runner:
                 self._ended.append((self._outbox.next_seq, ended))
             self._forget(held, end)
 
-    def _take_prefix_output(self, held: _Held, output: EngineOutput) -> None:
-        """Handles an output of an attempt that only sends a cached prefix to another worker."""
-        is_gone = output.finish is Finish.PREFIX_GONE
-        if is_gone and self._prefill.shorten(held.attempt, output.num_held_tokens):
-            self._begin_with(held, self._prefill.begin_again)
-            return
-        held.policy.on_output(held.attempt, output)
-        if output.finish is not None:
-            self._forget(held, "prefix_sent" if output.finish is Finish.CUT else "prefix_gone")
-
     async def _pump_transfer(self) -> None:
         while True:
             for event in await self._transfer.next_events():
@@ -468,14 +428,14 @@ class Runner:
 
     def _on_handoff_event(self, event: HandoffEvent) -> None:
         if isinstance(event, kv_transfer_pb2.LocalSendState):
-            self._prefill.on_send_state(event)
+            self._sends.on_send_state(event)
         else:
             self._receives.on_handoff_state(event)
 
     def _report_handoff(
-        self, direction: str, attempt: Attempt, report: cluster_pb2.HandoffReport
+        self, direction: str, traceparent: str, report: cluster_pb2.HandoffReport
     ) -> None:
-        self._handoffs.record(direction, attempt, report)
+        self._handoffs.record(direction, traceparent, report)
         self._outbox.post(cluster_pb2.WorkerMessage(handoff=report))
 
     def _post(self, outputs: Sequence[cluster_pb2.RequestOutput]) -> None:
@@ -488,8 +448,8 @@ class Runner:
             self.died.set_result(reason)
 
     def _update_idle(self) -> None:
-        busy = self._held or self._cleanups or self._prefill.num_sends or self._receives.num_live
-        if busy:
+        requests = self._held or self._cleanups or self._prefix_sends
+        if requests or self._sends.num_live or self._receives.num_live:
             self.idle.clear()
         else:
             self.idle.set()

@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any
 
 from baton.engine.base import EngineDead
-from baton.kvtransfer.control import TransferError
+from baton.kvtransfer.errors import TransferError
 from baton.v1 import cluster_pb2, common_pb2
 from baton.worker.attach import AttachError, Attachment, CoordinatorGone
 from baton.worker.errors import NoCoordinator, WorkerFailed

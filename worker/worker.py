@@ -19,7 +19,8 @@ from baton.engine.base import Engine, EngineDead, EngineInfo, EngineStep
 from baton.engine.warm_up import warm_up
 from baton.kvtransfer import staging_size
 from baton.kvtransfer.addresses import with_listen_address
-from baton.kvtransfer.control import ServiceGone, TransferClient, TransferError
+from baton.kvtransfer.errors import ServiceGone, TransferError
+from baton.kvtransfer.transfer_client import TransferClient
 from baton.runtime import exposure, lifecycle, tracing, worker_directory
 from baton.runtime.config import BatonConfig, PoolConfig
 from baton.runtime.dial import within_cluster
@@ -35,7 +36,8 @@ from baton.worker.attach import Attachment
 from baton.worker.cache_drops import CacheDrops
 from baton.worker.errors import WorkerFailed
 from baton.worker.handoffs import HandoffLog
-from baton.worker.host import Identity, WorkerHost
+from baton.worker.hello import Identity
+from baton.worker.host import WorkerHost
 from baton.worker.load_reports import LoadReports
 from baton.worker.metrics import WorkerCollector
 from baton.worker.outbox import Outbox
@@ -43,6 +45,7 @@ from baton.worker.profiles import Profiles
 from baton.worker.renders import Renders
 from baton.worker.runner import Runner
 from baton.worker.serving import AttachedWorker
+from baton.worker.tier_reports import TierReports
 
 _log = logging.getLogger(__name__)
 
@@ -123,38 +126,35 @@ class Worker:
         handoffs = HandoffLog(self._start_tracing(stack))
         # 5. The request runner, and the stream to the coordinator.
         outbox = Outbox()
+        tiers = TierReports(outbox)
+        for step in warm_up_steps:
+            tiers.take_disk(step)
         runner = Runner(
             engine,
             info.layout,
             transfer,
             outbox,
+            tiers,
             handoffs,
             max_requests=self._max_requests[self._role],
             open_timeout_s=config.kv_transfer.open_timeout_s,
         )
-        for step in warm_up_steps:
-            runner.take_disk(step)
         profiles = Profiles(engine, outbox)
         cache_drops = CacheDrops(engine, outbox, transfer.erase_staging)
         renders = Renders(engine, outbox)
         for part in (profiles, cache_drops, renders):
             stack.push_async_callback(part.close)
         host = WorkerHost(
-            self._identity(),
-            self._role,
+            self._identity().hello(self._role, info, transfer),
             engine=engine,
-            info=info,
-            transfer=transfer,
             runner=runner,
             outbox=outbox,
             collector=collector,
             profiles=profiles,
-            load_reports=LoadReports(
-                engine, transfer, runner, handoffs, collector, lambda: profiles.recording
-            ),
             handlers={
                 "prefill": runner.start_prefill,
                 "decode": runner.start_decode,
+                "send_prefix": runner.send_prefix,
                 "cancel": runner.cancel,
                 "profile": profiles.on_command,
                 "drop_cache": cache_drops.on_command,
@@ -166,6 +166,10 @@ class Worker:
             self._coordinator,
             host,
             outbox,
+            LoadReports(
+                *(engine, transfer, runner, tiers, handoffs, collector),
+                is_profiling=lambda: profiles.recording,
+            ),
             attach_timeout_s=config.worker.attach_timeout_s,
             dial=dial,
         )

@@ -13,9 +13,6 @@ from baton.coordinator.state.workers import WorkerRegistry
 from baton.runtime.durations import duration
 from baton.v1 import cluster_pb2, common_pb2
 
-# Attempt number of a fetch's command: a fetch is never attempted again.
-_FETCH_ATTEMPT = 1
-
 
 def _spec(request: Request) -> cluster_pb2.RequestSpec:
     """Returns the part that all commands of a request share, without its prompt."""
@@ -24,8 +21,7 @@ def _spec(request: Request) -> cluster_pb2.RequestSpec:
         request_id=request.key,
         sampling=submission.sampling,
         lane=submission.lane,
-        # Smaller values go first: when the KV cache is full, the engine preempts batch requests.
-        priority=1 if submission.lane == common_pb2.LANE_BATCH else 0,
+        priority=_priority(submission.lane),
         traceparent=submission.traceparent,
         tenant=submission.tenant,
         adapter=submission.adapter,
@@ -33,6 +29,12 @@ def _spec(request: Request) -> cluster_pb2.RequestSpec:
         images=submission.images,
         itl_ms=0 if submission.slo_itl_s is None else max(1, round(submission.slo_itl_s * 1e3)),
     )
+
+
+def _priority(lane: common_pb2.Lane.ValueType) -> int:
+    """Returns the engine's priority; when the KV cache is full, it preempts batch requests."""
+    # Smaller values go first.
+    return 1 if lane == common_pb2.LANE_BATCH else 0
 
 
 def _add_chat(spec: cluster_pb2.RequestSpec, request: Request) -> None:
@@ -47,11 +49,6 @@ def _only_prompt(wanted: common_pb2.SamplingParams) -> common_pb2.SamplingParams
     if wanted.HasField("prompt_logprobs"):
         sampling.prompt_logprobs = wanted.prompt_logprobs
     return sampling
-
-
-def _fetch_name(handoff_id: bytes) -> str:
-    """Returns the request ID of a fetch at its holder, which differs from all clients' IDs."""
-    return f"fetch-{handoff_id.hex()}"
 
 
 class Commands:
@@ -114,31 +111,29 @@ class Commands:
         fetch, worker = request.fetch, self._workers.get(prefill)
         assert fetch is not None
         assert worker is not None
-        spec = _spec(request)
-        spec.request_id, spec.attempt = _fetch_name(fetch.handoff_id), _FETCH_ATTEMPT
-        # The holder must compute one token after the sent ones; its value does not matter.
-        prompt = request.submission.prompt_token_ids
-        spec.prompt_token_ids.extend([*prompt[: fetch.num_tokens], prompt[0]])
-        spec.sampling.CopyFrom(common_pb2.SamplingParams(max_tokens=2, ignore_eos=True))
-        spec.timeout.CopyFrom(fetch.timeout)
-        spec.first_token_due_us = round(fetch.timeout.ToNanoseconds() / 1e3)
-        handoff = cluster_pb2.HandoffPlan(
-            handoff_id=fetch.handoff_id,
-            target=worker.hello.kv_address,
-            num_tokens=fetch.num_tokens,
-            skip_tokens=fetch.skip_tokens,
-            commit_timeout=fetch.timeout,
-            least_tokens=least_tokens,
+        submission = request.submission
+        command = cluster_pb2.SendPrefixCommand(
+            handoff=cluster_pb2.HandoffPlan(
+                handoff_id=fetch.handoff_id,
+                target=worker.hello.kv_address,
+                num_tokens=fetch.num_tokens,
+                skip_tokens=fetch.skip_tokens,
+                least_tokens=least_tokens,
+            ),
+            prompt_token_ids=submission.prompt_token_ids[: fetch.num_tokens],
+            adapter=submission.adapter,
+            cache_salt=submission.cache_salt,
+            images=submission.images,
+            priority=_priority(submission.lane),
+            traceparent=submission.traceparent,
+            timeout=fetch.timeout,
         )
-        self._send(holder, cluster_pb2.PrefillCommand(spec=spec, handoff=handoff, only_cached=True))
+        self._send(holder, command)
 
     def cancel_prefix(self, holder: WorkerKey, handoff_id: bytes) -> None:
         """Tells the holder of a fetch that its blocks are not needed."""
         if self._workers.get(holder) is not None:
-            command = cluster_pb2.CancelCommand(
-                request_id=_fetch_name(handoff_id), attempt=_FETCH_ATTEMPT, handoff_id=handoff_id
-            )
-            self._send(holder, command)
+            self._send(holder, cluster_pb2.CancelCommand(handoff_id=handoff_id))
 
     def cancel(self, request: Request) -> None:
         """Cancels the attempt on both workers; a worker ignores unknown attempts."""

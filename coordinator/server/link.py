@@ -41,9 +41,11 @@ _TAGS: dict[type[Command], int] = {
 
 def _encoded(command: Command) -> bytes:
     """Encodes a command as a field of CoordinatorMessage."""
+    # Field numbers above 15 have tags of two bytes, which `field` cannot write.
     if isinstance(command, cluster_pb2.RenderCommand):
-        # The field number is above 15, so its tag has two bytes, which `field` cannot write.
         return cluster_pb2.CoordinatorMessage(render=command).SerializeToString()
+    if isinstance(command, cluster_pb2.SendPrefixCommand):
+        return cluster_pb2.CoordinatorMessage(send_prefix=command).SerializeToString()
     body = command.SerializeToString()
     return field(_TAGS[type(command)], len(body)) + body
 

@@ -403,6 +403,7 @@ Command = (
     | cluster_pb2.StepTargets
     | cluster_pb2.DropCacheCommand
     | cluster_pb2.RenderCommand
+    | cluster_pb2.SendPrefixCommand
 )
 
 

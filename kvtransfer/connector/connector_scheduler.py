@@ -21,7 +21,7 @@ from baton.kvtransfer.connector.step_report import StepReport
 from baton.kvtransfer.connector.tiers.cache_drops import CacheDrops
 from baton.kvtransfer.connector.tiers.cached_blocks import CachedBlocks
 from baton.kvtransfer.connector.tiers.host_tier import HostTier
-from baton.kvtransfer.control import EnginePort
+from baton.kvtransfer.engine_port import EnginePort
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime import affinity
 

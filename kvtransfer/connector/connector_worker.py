@@ -21,8 +21,8 @@ from baton.kvtransfer.connector.tiers.cpu_tier_copies import CpuTierCopies, step
 from baton.kvtransfer.connector.tiers.disk_tier import SHUTDOWN_TIMEOUT_S, make_rank_disk
 from baton.kvtransfer.connector.tiers.host_memory import host_layers
 from baton.kvtransfer.connector.tiers.host_tier import make_host_tier_worker
-from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.disk.rank_disk import RankDisk
+from baton.kvtransfer.engine_port import EnginePort
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.pipeline_stages import PipelineStage
 

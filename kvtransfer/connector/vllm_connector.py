@@ -53,7 +53,7 @@ from baton.kvtransfer.connector.draft_layers import check_draft, draft_layers
 from baton.kvtransfer.connector.step_metadata import StepMetadata
 from baton.kvtransfer.connector.step_work import StepWork
 from baton.kvtransfer.connector.tiers.host_tier import HOST_BYTES
-from baton.kvtransfer.control import EnginePort
+from baton.kvtransfer.engine_port import EnginePort
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.pipeline_stages import stage_of, whole_model
 from baton.runtime import quick_exit

@@ -35,13 +35,13 @@ from baton.kvtransfer.arena import Arena, Segment
 from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.grpc_methods import SERVICE
 from baton.kvtransfer.service import local_server
-from baton.kvtransfer.service.core import TransferCore
 from baton.kvtransfer.service.grpc_stream import GrpcStreamDialer, HandoffServicer
 from baton.kvtransfer.service.local_server import LocalConnection
 from baton.kvtransfer.service.receive_state import ReceiverLimits
 from baton.kvtransfer.service.receiver import Receiver
 from baton.kvtransfer.service.send_state import SenderLimits
 from baton.kvtransfer.service.sender import Sender
+from baton.kvtransfer.service.shell import TransferShell
 from baton.kvtransfer.transports import registry
 from baton.kvtransfer.transports.negotiation import Negotiator
 from baton.kvtransfer.transports.transport import ServiceContext
@@ -154,20 +154,20 @@ async def serve(arguments: ServiceArguments, stdout: TextIO) -> int:
             receiving,
             negotiator.choose,
         )
-        core = TransferCore(sender, receiver, negotiator, dialer, stop)
-        core.use_refusals(lambda: {reason: n for (_, reason), n in refusals.totals().items()})
-        core.describe_as(address, segment.name, config.send_bytes, config.receive_bytes)
-        HandoffServicer(core).add_to(server)
+        shell = TransferShell(sender, receiver, negotiator, dialer, stop)
+        shell.use_refusals(lambda: {reason: n for (_, reason), n in refusals.totals().items()})
+        shell.describe_as(address, segment.name, config.send_bytes, config.receive_bytes)
+        HandoffServicer(shell).add_to(server)
         for transport in transports:
-            transport.serve(server, core)
+            transport.serve(server, shell)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_TIMEOUT_S):
                 await negotiator.started()
         health = rpc.add_health_and_reflection(server, [SERVICE])
         with _watched_parent(stop, arguments.parent_pid):
-            await _run(core, server, health, listener, stop, arguments.socket_path, stdout)
-        if core.problem:
-            raise TransferError(core.problem)
+            await _run(shell, server, health, listener, stop, arguments.socket_path, stdout)
+        if shell.problem:
+            raise TransferError(shell.problem)
     finally:
         listener.close()
         local_server.remove(arguments.socket_path)
@@ -177,7 +177,7 @@ async def serve(arguments: ServiceArguments, stdout: TextIO) -> int:
 
 
 async def _run(
-    core: TransferCore,
+    shell: TransferShell,
     server: grpc.aio.Server,
     health: HealthServicer,
     listener: socket.socket,
@@ -191,11 +191,11 @@ async def _run(
     await health.set(SERVICE, not_serving)
     await server.start()
     local = await loop.create_unix_server(
-        lambda: LocalConnection(core.handle_request, core.connection_lost), sock=listener
+        lambda: LocalConnection(shell.handle_request, shell.connection_lost), sock=listener
     )
     with stdout:
-        print(json.dumps({"socket_path": socket_path, **core.ready_fields()}), file=stdout)
-    configured = loop.create_task(core.configured.wait())
+        print(json.dumps({"socket_path": socket_path, **shell.ready_fields()}), file=stdout)
+    configured = loop.create_task(shell.configured.wait())
     stopping = loop.create_task(stop.wait())
     await asyncio.wait([configured, stopping], return_when=asyncio.FIRST_COMPLETED)
     if not stop.is_set():
@@ -205,9 +205,9 @@ async def _run(
     # Shutdown: 1. take nothing new, 2. end our streams, 3. end the streams of others.
     configured.cancel()
     local.close()
-    core.close_connections()
+    shell.close_connections()
     await health.enter_graceful_shutdown()
-    await core.close_streams()
+    await shell.close_streams()
     await server.stop(0)
     await asyncio.wait([configured])
 

@@ -16,7 +16,6 @@ from google.rpc import code_pb2
 from hashed_output import HashedOutput, is_last, most_tokens, text_of
 from random_conditions import SHAPE
 
-from baton.engine.attempts import Attempt
 from baton.engine.base import EngineOutput, Finish
 from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.durations import to_seconds
@@ -30,6 +29,7 @@ from baton.runtime.errors import (
 )
 from baton.simulator.hello import hello
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from baton.worker.attempts import Attempt
 from baton.worker.outbox import Outbox
 
 if TYPE_CHECKING:
@@ -218,6 +218,16 @@ class RandomWorker:
             self._start(Attempt(command.spec, PREFILL, _plan(command)))
         elif kind == "decode":
             self._start(Attempt(command.spec, DECODE, _plan(command)))
+        elif kind == "send_prefix":
+            # Such a worker computes what another worker would read from its cache.
+            spec = cluster_pb2.RequestSpec(
+                request_id=command.handoff.handoff_id.hex(),
+                attempt=1,
+                prompt_token_ids=[*command.prompt_token_ids, 0],
+                sampling=common_pb2.SamplingParams(max_tokens=2, ignore_eos=True),
+                timeout=command.timeout,
+            )
+            self._start(Attempt(spec, PREFILL, command.handoff))
         elif kind == "cancel":
             self._cancel(command)
         elif kind == "set_role":
@@ -236,8 +246,8 @@ class RandomWorker:
             raise AssertionError(f"a command that this simulation does not know: {message}")
 
     def _cancel(self, command: cluster_pb2.CancelCommand) -> None:
-        held = self.held.get(command.request_id)
-        if held is not None and held.spec.attempt == command.attempt:
+        held = self.held.get(command.request_id or command.handoff_id.hex())
+        if held is not None and (held.spec.attempt == command.attempt or not command.request_id):
             self._drop(held)
         if command.handoff_id:
             self.sends.pop(command.handoff_id, None)

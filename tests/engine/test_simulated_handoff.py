@@ -16,9 +16,9 @@ import pytest_asyncio
 from baton.engine.base import EngineDead, EngineOutput, EngineRequest, Finish
 from baton.engine.sim_tokens import Vocabulary, expected_tokens
 from baton.engine.simulated import SimulatedEngine
-from baton.kvtransfer.control import HandoffEvent, TransferClient
 from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.transfer_client import HandoffEvent, TransferClient
 from baton.runtime import demo_model
 from baton.runtime.config import KvTransferConfig, SimulatedConfig
 from baton.runtime.prompt_images import keyed_tokens

@@ -14,8 +14,9 @@ from baton.kvtransfer.connector.handoffs import rank_handoffs
 from baton.kvtransfer.connector.handoffs.cpu_device_copies import CpuDeviceCopies
 from baton.kvtransfer.connector.handoffs.handoff_step import HandoffStep, Load, Part, Save
 from baton.kvtransfer.connector.handoffs.rank_handoffs import RankHandoffs
-from baton.kvtransfer.control import EnginePort, TransferClient
+from baton.kvtransfer.engine_port import EnginePort
 from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.transfer_client import TransferClient
 from baton.runtime.config import KvTransferConfig
 from baton.v1 import kv_transfer_pb2 as pb
 

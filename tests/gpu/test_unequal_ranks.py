@@ -19,10 +19,11 @@ from baton.kvtransfer.connector.handoffs.cuda_device_copies import CudaDeviceCop
 from baton.kvtransfer.connector.handoffs.handoff_step import HandoffStep, Load, Part, Save
 from baton.kvtransfer.connector.handoffs.paged_cache import PagedCache
 from baton.kvtransfer.connector.handoffs.rank_handoffs import RankHandoffs
-from baton.kvtransfer.control import EnginePort, TransferClient
+from baton.kvtransfer.engine_port import EnginePort
 from baton.kvtransfer.head_ranges import head_ranges
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.pipeline_stages import PipelineStage
+from baton.kvtransfer.transfer_client import TransferClient
 from baton.runtime.config import KvTransferConfig
 from baton.runtime.kv_groups import KvGroup
 from baton.v1 import kv_transfer_pb2 as pb

@@ -13,8 +13,10 @@ import pytest
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.arena import SEGMENT_DIRECTORY
-from baton.kvtransfer.control import EnginePort, ServiceGone, TransferClient, filled_frame
+from baton.kvtransfer.engine_port import EnginePort, filled_frame
+from baton.kvtransfer.errors import ServiceGone
 from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.transfer_client import TransferClient
 from baton.runtime.config import KvTransferConfig
 from baton.v1 import kv_transfer_pb2 as pb
 

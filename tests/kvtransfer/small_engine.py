@@ -11,7 +11,7 @@ from simulated_transports import named
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Arena
-from baton.kvtransfer.control import Claim
+from baton.kvtransfer.engine_port import Claim
 from baton.kvtransfer.errors import TransferRefused
 from baton.kvtransfer.frames import FrameKind, Totals
 from baton.kvtransfer.layout import KvLayout

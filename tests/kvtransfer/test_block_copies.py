@@ -19,7 +19,7 @@ from baton.kvtransfer.connector.handoffs.notifier import (
 )
 from baton.kvtransfer.connector.handoffs.paged_cache import PagedCache, page_layout
 from baton.kvtransfer.connector.handoffs.rank_handoffs import open_copies
-from baton.kvtransfer.control import EnginePort, split_blocks
+from baton.kvtransfer.engine_port import EnginePort, split_blocks
 from baton.kvtransfer.layout import KvLayout
 from baton.v1 import kv_transfer_pb2 as pb
 

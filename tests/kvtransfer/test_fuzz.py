@@ -23,7 +23,7 @@ NUM_STREAMS = 90
 # Handoffs per round: more than the service remembers, so that a later round adds no memory.
 NUM_STRANGERS = 6000
 # Frames in one message: even a slow service reads the messages that are written at once before it
-# ends a stream that has opened no handoff (core.UNUSED_STREAM_TIMEOUT_S).
+# ends a stream that has opened no handoff (shell.UNUSED_STREAM_TIMEOUT_S).
 NUM_JOINED = 100
 # Most bytes by which the service may grow from the second to the third round (allocator, gRPC).
 MAX_GROWTH_BYTES = 4 * 2**20

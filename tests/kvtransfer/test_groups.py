@@ -20,7 +20,8 @@ from baton.kvtransfer import staging_size
 from baton.kvtransfer.connector.handoffs.handoff_scheduler import HandoffScheduler
 from baton.kvtransfer.connector.handoffs.rank_handoffs import RankHandoffs
 from baton.kvtransfer.connector.request_params import encode
-from baton.kvtransfer.control import EnginePort, TransferRefused
+from baton.kvtransfer.engine_port import EnginePort
+from baton.kvtransfer.errors import TransferRefused
 from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime import kv_fingerprint

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from baton.kvtransfer import frames
-from baton.kvtransfer.control import TransferRefused
+from baton.kvtransfer.errors import TransferRefused
 from baton.kvtransfer.grpc_methods import HANDOFF_METHOD, HANDOFF_NAME, SERVICE
 from baton.runtime import rpc
 from baton.v1 import kv_transfer_pb2 as pb

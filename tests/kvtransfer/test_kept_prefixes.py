@@ -7,8 +7,8 @@ from driven_engine import DrivenEngine, as_scheduled
 from small_engine import NUM_BLOCKS, SIZE
 
 from baton.kvtransfer.connector.handoffs import handoff_scheduler
-from baton.kvtransfer.connector.handoffs.kept_prefixes import MOST_KEPT
 from baton.kvtransfer.service.receive_state import ReceiveState
+from baton.runtime.fetches import MAX_KEPT_SHARE
 
 
 def num_held(engine):
@@ -73,7 +73,7 @@ def test_blocks_are_let_go_when_the_fetch_does_not_come(monkeypatch, way):
 def test_only_a_part_of_the_cache_is_kept():
     engine = waiting_engine(3, 3, 3)
     # The second request's blocks are those of the first one, but count as if they were others.
-    assert num_held(engine) == 3 <= MOST_KEPT * NUM_BLOCKS < 6
+    assert num_held(engine) == 3 <= MAX_KEPT_SHARE * NUM_BLOCKS < 6
     assert [block.ref_cnt for block in engine.pool.blocks if block.ref_cnt] == [1, 1, 1]
     engine.half.step(as_scheduled([]))
     assert num_held(engine) == 3

@@ -10,13 +10,13 @@ from small_engine import LAYERS, LAYOUT, LIMITS, SHARDS, messages_of
 
 from baton.kvtransfer import frames, local_wire
 from baton.kvtransfer.arena import Arena, Segment
-from baton.kvtransfer.control import EnginePort
+from baton.kvtransfer.engine_port import EnginePort
 from baton.kvtransfer.service import local_server
-from baton.kvtransfer.service.core import TransferCore
 from baton.kvtransfer.service.local_server import LocalConnection
 from baton.kvtransfer.service.receiver import Receiver
 from baton.kvtransfer.service.send_state import SenderLimits
 from baton.kvtransfer.service.sender import Sender
+from baton.kvtransfer.service.shell import TransferShell
 from baton.v1 import kv_transfer_pb2 as pb
 
 ID, NUM_BLOCKS = b"h" * 16, 9
@@ -35,17 +35,17 @@ async def service(tmp_path, monkeypatch):
     sender = Sender(Arena(0, size), segment.memory, limits, negotiator)
     receiver = Receiver(Arena(size, size), segment.memory, LIMITS, negotiator.choose)
     receiver.configure(LAYOUT)
-    core = TransferCore(sender, receiver, negotiator, SimpleNamespace(), asyncio.Event())
-    core.describe_as("127.0.0.1:1", segment.name, size, size)
+    shell = TransferShell(sender, receiver, negotiator, SimpleNamespace(), asyncio.Event())
+    shell.describe_as("127.0.0.1:1", segment.name, size, size)
     local = await asyncio.get_running_loop().create_unix_server(
-        lambda: LocalConnection(core.handle_request, core.connection_lost),
+        lambda: LocalConnection(shell.handle_request, shell.connection_lost),
         sock=local_wire.bind(path),
     )
     port = await asyncio.to_thread(EnginePort, path)
     yield receiver, port
     port.close()
     local.close()
-    core.close_connections()
+    shell.close_connections()
     segment.close()
 
 

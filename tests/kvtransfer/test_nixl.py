@@ -18,7 +18,7 @@ from raw_sender import dialled
 from whole_handoff import hand_over, hand_over_together
 
 from baton.kvtransfer import frames
-from baton.kvtransfer.control import filled_frame
+from baton.kvtransfer.engine_port import filled_frame
 from baton.kvtransfer.frames import FrameKind
 from baton.kvtransfer.transports.nixl_transport import MAX_IDLE_PEERS
 from baton.v1 import kv_transfer_pb2 as pb

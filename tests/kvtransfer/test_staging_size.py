@@ -3,7 +3,7 @@
 import pytest
 
 from baton.kvtransfer import staging_size, transport_speed
-from baton.kvtransfer.control import TransferError, TransferRefused
+from baton.kvtransfer.errors import TransferError, TransferRefused
 from baton.kvtransfer.layout import KvLayout
 
 MIB = 2**20

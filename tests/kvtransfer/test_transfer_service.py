@@ -15,13 +15,9 @@ import pytest
 
 from baton.kvtransfer import local_wire, transfer_client
 from baton.kvtransfer.arena import SEGMENT_DIRECTORY
-from baton.kvtransfer.control import (
-    EnginePort,
-    ServiceGone,
-    TransferClient,
-    TransferRefused,
-    split_blocks,
-)
+from baton.kvtransfer.engine_port import EnginePort, split_blocks
+from baton.kvtransfer.errors import ServiceGone, TransferRefused
+from baton.kvtransfer.transfer_client import TransferClient
 from baton.runtime.config import KvTransferConfig
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -425,7 +421,7 @@ SILENT_SERVICE = """#!{python}
 import sys
 from baton.kvtransfer.service import service
 
-async def silent(core, server, health, listener, stop, *_):
+async def silent(shell, server, health, listener, stop, *_):
     await stop.wait()
 
 service._run, sys.argv[1:] = silent, sys.argv[3:]
@@ -468,7 +464,7 @@ def noisy(function):
     return made
 
 service.limits = noisy(service.limits)
-service.TransferCore.statistics = noisy(service.TransferCore.statistics)
+service.TransferShell.statistics = noisy(service.TransferShell.statistics)
 sys.argv[1:] = sys.argv[3:]
 sys.exit(service.main())
 """
@@ -563,7 +559,8 @@ def test_block_runs_are_split_into_frames_of_bounded_size():
 
 KILLED_WORKER = """
 import asyncio, os, signal, sys
-from baton.kvtransfer.control import EnginePort, TransferClient
+from baton.kvtransfer.engine_port import EnginePort
+from baton.kvtransfer.transfer_client import TransferClient
 from baton.runtime.config import KvTransferConfig
 
 async def main():

@@ -13,7 +13,7 @@ from whole_handoff import hand_over
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.arena import SEGMENT_PREFIX, Segment
-from baton.kvtransfer.control import filled_frame
+from baton.kvtransfer.engine_port import filled_frame
 from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.grpc_methods import link_method
 from baton.kvtransfer.transports import nccl_transport, registry, shm_transport

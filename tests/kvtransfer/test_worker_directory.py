@@ -12,7 +12,7 @@ import pytest
 
 from baton.engine.vllm_step_targets import make_targets_file
 from baton.kvtransfer import start_phases
-from baton.kvtransfer.control import TransferClient
+from baton.kvtransfer.transfer_client import TransferClient
 from baton.runtime import worker_directory
 from baton.runtime.config import KvTransferConfig
 from baton.runtime.worker_directory import WorkerDirectory

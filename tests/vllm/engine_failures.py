@@ -13,7 +13,7 @@ from engine_handoffs import Side
 from vllm.v1.engine import EngineCoreRequest
 
 from baton.engine.base import EngineDead, EngineOutput, EngineRequest, Finish
-from baton.kvtransfer.control import EnginePort
+from baton.kvtransfer.engine_port import EnginePort
 from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.v1 import common_pb2
 

@@ -15,16 +15,16 @@ from engine_cases import NUM_FETCH_TOKENS as NUM_TOKENS
 from engine_handoffs import STAGING, TIMEOUT_S, Side, spoil
 from engine_host_tier import ask, evict, greedy
 
-from baton.engine.base import EngineOutput, EngineRequest, Finish
-from baton.kvtransfer.control import EnginePort, TransferClient, filled_frame
+from baton.engine.base import EngineOutput, EngineRequest, Finish, cached_prefix_request
+from baton.kvtransfer.engine_port import EnginePort, filled_frame
 from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
-from baton.v1 import common_pb2
+from baton.kvtransfer.transfer_client import TransferClient
 
 
 async def serve(
     holder: Side, reader: Side, handoff_id: bytes, prompt: list[int], num_tokens: int, skip: int = 0
 ) -> dict[str, Any]:
-    """The holder sends what it has cached of a prompt, as prefill/role.py does.
+    """The holder sends what it has cached of a prompt, as worker/prefix_sends.py does.
 
     If it lacks all blocks, the reader is told to wait no longer, which is the coordinator's task.
     """
@@ -38,13 +38,10 @@ async def serve(
     )
 
     async def send() -> EngineOutput:
-        request = EngineRequest(
-            f"fetch-{handoff_id.hex()}",
-            [*prompt[:num_tokens], prompt[0]],
-            common_pb2.SamplingParams(max_tokens=2, ignore_eos=True),
-            prefill_only=True,
+        request = cached_prefix_request(
+            f"prefix {handoff_id.hex()}",
+            prompt[:num_tokens],
             send=SendHandoff(handoff_id, offset, num_tokens, skip),
-            only_cached=True,
         )
         _, first = await holder.finish(request)
         assert first.finish is not None
@@ -118,14 +115,7 @@ async def late_fetch(
 
 async def own_blocks(reader: Side, name: str, prompt: list[int]) -> int:
     """Loads a prompt from host memory, as worker/own_blocks.py does; returns the loaded tokens."""
-    request = EngineRequest(
-        name,
-        [*prompt, prompt[0]],
-        common_pb2.SamplingParams(max_tokens=2, ignore_eos=True),
-        prefill_only=True,
-        only_cached=True,
-    )
-    _, first = await reader.finish(request)
+    _, first = await reader.finish(cached_prefix_request(name, prompt))
     return first.num_host_tokens
 
 

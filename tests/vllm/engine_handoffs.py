@@ -14,8 +14,9 @@ import vllm_cases as cases
 from baton.engine.base import EngineInfo, EngineOutput, EngineRequest
 from baton.engine.served_model import ServedModel
 from baton.engine.vllm_engine import VllmEngine
-from baton.kvtransfer.control import EnginePort, TransferClient
+from baton.kvtransfer.engine_port import EnginePort
 from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
+from baton.kvtransfer.transfer_client import TransferClient
 from baton.runtime.block_hashes import block_hashes
 from baton.runtime.config import KvTransferConfig
 from baton.runtime.kv_store_config import KvStoreConfig
@@ -195,7 +196,7 @@ async def hand_over(
     case: cases.Case,
     before_load: Callable[[], Awaitable[None]] | None = None,
 ) -> dict[str, Any]:
-    """Runs one request through both engines, as prefill/role.py and decode/role.py do.
+    """Runs one request through both engines, as the roles of worker/ do.
 
     Args:
         prefill: Engine that computes the prompt.

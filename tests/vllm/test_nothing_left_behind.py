@@ -23,7 +23,7 @@ from baton.client.client import BatonClient
 from baton.client.events import Tokens
 from baton.client.stream import TokenStream
 from baton.kvtransfer import local_wire
-from baton.kvtransfer.control import EnginePort
+from baton.kvtransfer.engine_port import EnginePort
 from baton.v1 import admin_pb2, kv_transfer_pb2
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]

@@ -25,7 +25,7 @@ from worker_parts import metric
 
 from baton.client.admin import AdminClient
 from baton.client.client import BatonClient
-from baton.kvtransfer.control import EnginePort
+from baton.kvtransfer.engine_port import EnginePort
 from baton.runtime.affinity import VLLM_BIND_THREADS
 from baton.v1 import admin_pb2, common_pb2
 

@@ -322,6 +322,16 @@ def plan(
     return made
 
 
+def send_prefix(
+    prompt: Sequence[int], handoff: cluster_pb2.HandoffPlan
+) -> cluster_pb2.SendPrefixCommand:
+    made = cluster_pb2.SendPrefixCommand(
+        handoff=handoff, prompt_token_ids=prompt[: handoff.num_tokens]
+    )
+    made.timeout.FromMicroseconds(round(WAIT_S * 1e6))
+    return made
+
+
 def tokens_of(outputs: Sequence[cluster_pb2.RequestOutput]) -> list[int]:
     """Tokens of the outputs; checks that the offsets are contiguous."""
     found: list[int] = []

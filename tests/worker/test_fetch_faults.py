@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import psutil
 import pytest
-from scripted_coordinator import WAIT_S, ScriptedCoordinator, plan, spec, tokens_of
+from scripted_coordinator import WAIT_S, ScriptedCoordinator, plan, send_prefix, spec, tokens_of
 from vllm_relay import HOLD_TIMEOUT_S, Relay, over_the_wire
 from worker_parts import stopped
 
@@ -159,10 +159,8 @@ class Workers:
                 await self.computes(self.reader, f"own {one.name}", one.prompt[: OWN + 1])
             handoff = plan(one.handoff_id, self.reader[1].hello.kv_address, HELD)
             handoff.skip_tokens = one.skip_tokens
-            made = spec(f"fetch-{one.number}", one.prompt[: HELD + 1], max_tokens=2)
-            made.sampling.ignore_eos = True
-            command = cluster_pb2.PrefillCommand(spec=made, handoff=handoff, only_cached=True)
-            await coordinator.command(stream, prefill=command)
+            command = send_prefix(one.prompt, handoff)
+            await coordinator.command(stream, send_prefix=command)
         return holding
 
     async def reads(self, fetches, timeout_s=WAIT_S):

@@ -5,7 +5,7 @@ import secrets
 import sys
 
 import pytest
-from scripted_coordinator import WAIT_S, ScriptedCoordinator, plan, spec, tokens_of
+from scripted_coordinator import WAIT_S, ScriptedCoordinator, plan, send_prefix, spec, tokens_of
 
 from baton.engine.sim_tokens import expected_tokens
 from baton.kvtransfer import layout
@@ -85,9 +85,7 @@ async def test_a_fetch_between_versions_is_refused_and_the_prompt_computed(
     # A coordinator lets such workers serve together only as two revisions, and fetches nothing
     # between these. Here it is told to.
     handoff = plan(secrets.token_bytes(16), reader[1].hello.kv_address, HELD)
-    made = spec("fetch-1", PROMPT[: HELD + 1], max_tokens=2, ignore_eos=True)
-    command = cluster_pb2.PrefillCommand(spec=made, handoff=handoff, only_cached=True)
-    await holder[0].command(holder[1], prefill=command)
+    await holder[0].command(holder[1], send_prefix=send_prefix(PROMPT, handoff))
     sent = (await holder[1].next_of("handoff")).handoff
     assert (sent.state, sent.reason) == (FAILED, reason), sent
     fetch = cluster_pb2.FetchPlan(handoff_id=handoff.handoff_id, num_tokens=HELD)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.attempts import Attempt
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from baton.worker.attempts import Attempt
 from baton.worker.receives import Receives
 
 RELEASED = kv_transfer_pb2.HANDOFF_STATE_RELEASED
@@ -27,13 +27,18 @@ def test_the_end_of_a_loaded_fetch_is_reported_also_if_it_is_the_first_message(i
     transfer, reports = Transfer(), []
     receives = Receives(
         transfer,
-        report=lambda attempt, report: reports.append((attempt, report.state)),
+        report=lambda trace, report: reports.append((trace, report.state)),
         on_change=lambda: None,
     )
     fetch = cluster_pb2.FetchPlan(handoff_id=b"h", num_tokens=32)
-    attempt = Attempt(cluster_pb2.RequestSpec(request_id="r"), common_pb2.ROLE_DECODE, None, fetch)
+    attempt = Attempt(
+        cluster_pb2.RequestSpec(request_id="r", traceparent="t"),
+        common_pb2.ROLE_DECODE,
+        None,
+        fetch,
+    )
     receives.expect(b"h", attempt)
     receives.release(b"h", is_loaded=is_loaded)
     assert transfer.dropped == [b"h"]
     receives.on_handoff_state(kv_transfer_pb2.LocalHandoffState(handoff_id=b"h", state=RELEASED))
-    assert reports == ([(attempt, RELEASED)] if is_loaded else [])
+    assert reports == ([("t", RELEASED)] if is_loaded else [])

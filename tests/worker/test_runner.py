@@ -12,6 +12,7 @@ from baton.v1 import cluster_pb2
 from baton.v1 import kv_transfer_pb2 as pb
 from baton.worker.outbox import Outbox
 from baton.worker.runner import Runner
+from baton.worker.tier_reports import TierReports
 
 LAYOUT = KvLayout("m", "r", "uint8", 1, 1, 64, 4, 64, "axes")
 SENT, FOREIGN = b"s" * 16, b"f" * 16
@@ -67,7 +68,7 @@ class Worker:
         self.transfer, self.engine, self.outbox = Transfer(), Engine(), Outbox()
         log = SimpleNamespace(record=lambda *_: None)
         self.runner = Runner(
-            self.engine, LAYOUT, self.transfer, self.outbox, log,
+            self.engine, LAYOUT, self.transfer, self.outbox, TierReports(self.outbox), log,
             max_requests=max_requests, open_timeout_s=1,
         )  # fmt: skip
 
@@ -107,6 +108,12 @@ def sends(handoff_id=SENT):
     return cluster_pb2.HandoffPlan(handoff_id=handoff_id, target="x:1", num_tokens=9)
 
 
+def prefix():
+    command = cluster_pb2.SendPrefixCommand(handoff=sends(), prompt_token_ids=[1] * 8)
+    command.timeout.FromSeconds(round(WAIT_S))
+    return command
+
+
 async def test_a_cancellation_after_the_handoff_drops_nothing_of_its_sender(worker):
     """The request decodes on another worker, and this one has nothing of it any more."""
     worker.prefill("r", handoff=sends())
@@ -132,16 +139,28 @@ async def test_a_cancellation_after_the_handoff_drops_nothing_of_its_sender(work
 )
 async def test_the_end_of_a_sent_prefix_is_reported_once(worker, end, state, reason):
     """The send may end before its request does, and the coordinator then cancels the request."""
-    worker.prefill("fetch", handoff=sends(), only_cached=True)
+    worker.runner.send_prefix(prefix())
     await worker.engine.submitted.get()
     reports = []
     if end is not None:
         worker.transfer.events.put_nowait(end)
         reports.append(await worker.report("handoff"))
-    worker.cancel("fetch", SENT)
+    worker.runner.cancel(cluster_pb2.CancelCommand(handoff_id=SENT))
     await worker.runner.settle(WAIT_S)
     reports += worker.reports("handoff")
     assert [(report.state, report.reason) for report in reports] == [(state, reason)]
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+async def test_a_prefix_that_is_not_sent_is_reported(is_full):
+    """The worker is full, or the cancellation comes in the same message as the command."""
+    worker = Worker(max_requests=0 if is_full else 9)
+    worker.runner.send_prefix(prefix())
+    if not is_full:
+        worker.runner.cancel(cluster_pb2.CancelCommand(handoff_id=SENT))
+    assert (await worker.report("handoff")).reason == GIVEN_UP
+    await worker.runner.idle.wait()
+    assert worker.transfer.dropped == []
 
 
 @pytest.mark.parametrize(("num_tokens", "dropped"), [(8, [FOREIGN]), (0, [])])

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from baton.engine.simulated import SimulatedEngine
-from baton.kvtransfer.control import ServiceGone
+from baton.kvtransfer.errors import ServiceGone
 from baton.runtime.config import SimulatedConfig
 from baton.v1 import cluster_pb2
 from baton.worker.cache_drops import CacheDrops

@@ -5,7 +5,7 @@ import secrets
 import socket
 
 import pytest
-from scripted_coordinator import WAIT_S, ScriptedCoordinator, plan, spec, tokens_of
+from scripted_coordinator import WAIT_S, ScriptedCoordinator, plan, send_prefix, spec, tokens_of
 
 from baton.engine.sim_tokens import expected_tokens
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
@@ -59,10 +59,7 @@ class Workers:
         handoff_id = handoff_id or secrets.token_bytes(16)
         handoff = plan(handoff_id, target or self.address(self.reader), num_tokens)
         handoff.skip_tokens, handoff.least_tokens = skip_tokens, least_tokens
-        name = f"fetch-{handoff.handoff_id.hex()}"
-        made = spec(name, prompt[: num_tokens + 1], max_tokens=2, ignore_eos=True)
-        command = cluster_pb2.PrefillCommand(spec=made, handoff=handoff, only_cached=True)
-        await self.tell(self.holder, prefill=command)
+        await self.tell(self.holder, send_prefix=send_prefix(prompt, handoff))
         return handoff.handoff_id
 
     async def idle(self):
@@ -285,9 +282,7 @@ async def test_a_holder_without_a_block_sends_the_blocks_before_it(
 async def test_a_fetch_that_is_cancelled_while_it_shrinks_leaves_nothing(workers):
     prompt = await half_held(workers)
     handoff_id = await workers.asks(prompt, HELD, least_tokens=BLOCK)
-    cancel = cluster_pb2.CancelCommand(
-        request_id=f"fetch-{handoff_id.hex()}", attempt=1, handoff_id=handoff_id
-    )
+    cancel = cluster_pb2.CancelCommand(handoff_id=handoff_id)
     await workers.tell(workers.holder, cancel=cancel)
     drop = cluster_pb2.CancelCommand(request_id="turn 2", handoff_id=handoff_id)
     await workers.tell(workers.reader, cancel=drop)
@@ -338,9 +333,7 @@ async def test_another_request_waits_for_the_same_fetch(workers, num_held):
         await workers.tell(workers.reader, decode=command)
     handoff = plan(handoff_id, workers.address(workers.reader), HELD)
     handoff.least_tokens = BLOCK
-    made = spec("fetch-1", prompt[: HELD + 1], max_tokens=2, ignore_eos=True)
-    command = cluster_pb2.PrefillCommand(spec=made, handoff=handoff, only_cached=True)
-    await workers.tell(workers.holder, prefill=command)
+    await workers.tell(workers.holder, send_prefix=send_prefix(prompt, handoff))
     outputs = {"first": [], "second": []}
     while any(not found or found[-1].WhichOneof("end") is None for found in outputs.values()):
         for output in (await workers.reader[1].next_of("step")).step.outputs:
@@ -381,9 +374,7 @@ async def test_a_cancelled_request_drops_what_it_fetches(workers):
     cancel = cluster_pb2.CancelCommand(request_id="turn 2", attempt=1)
     await workers.tell(workers.reader, cancel=cancel)
     handoff = plan(handoff_id, workers.address(workers.reader), HELD)
-    made = spec("fetch-1", prompt[: HELD + 1], max_tokens=2, ignore_eos=True)
-    command = cluster_pb2.PrefillCommand(spec=made, handoff=handoff, only_cached=True)
-    await workers.tell(workers.holder, prefill=command)
+    await workers.tell(workers.holder, send_prefix=send_prefix(prompt, handoff))
     sent = (await workers.holder[1].next_of("handoff")).handoff
     assert sent.state == FAILED
     await workers.idle()
@@ -400,9 +391,7 @@ async def test_a_holder_reports_a_fetch_that_was_cancelled(workers, is_filled):
             load = await workers.holder[1].load_after()
             if load.staging_bytes_used and not load.num_running + load.num_waiting:
                 break
-        cancel = cluster_pb2.CancelCommand(
-            request_id=f"fetch-{handoff_id.hex()}", attempt=1, handoff_id=handoff_id
-        )
+        cancel = cluster_pb2.CancelCommand(handoff_id=handoff_id)
         await workers.tell(workers.holder, cancel=cancel)
         sent = (await workers.holder[1].next_of("handoff")).handoff
         assert (sent.state, sent.handoff_id) == (FAILED, handoff_id)

@@ -9,7 +9,6 @@ from otlp_collector import OtlpCollector
 from prometheus_client import generate_latest
 from scripted_coordinator import WAIT_S, ScriptedCoordinator, plan, spec, tokens_of
 
-from baton.engine.attempts import Attempt
 from baton.runtime.config import TracingConfig
 from baton.runtime.tracing import Tracing
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
@@ -212,11 +211,9 @@ def test_a_receive_that_never_committed_has_no_load():
 
 def test_metrics_of_handoffs():
     log = HandoffLog(Tracing(TracingConfig(), {}))
-    send = Attempt(cluster_pb2.RequestSpec(), PREFILL, cluster_pb2.HandoffPlan())
-    receive = Attempt(cluster_pb2.RequestSpec(), DECODE, cluster_pb2.HandoffPlan())
-    log.record(SEND, send, report(state=COMMITTED, transport="shm", exposed_us=300))
-    log.record(SEND, send, report(state=FAILED, transport="x" * 99))
-    log.record(RECEIVE, receive, report(state=RELEASED, transport="grpc"))
+    log.record(SEND, "", report(state=COMMITTED, transport="shm", exposed_us=300))
+    log.record(SEND, "", report(state=FAILED, transport="x" * 99))
+    log.record(RECEIVE, "", report(state=RELEASED, transport="grpc"))
     shm = kv_transfer_pb2.TransportStatistics(
         name="shm", bytes_sent=5, bytes_received=6, frames_sent=2, frames_received=3, fallbacks=1
     )

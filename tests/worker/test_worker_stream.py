@@ -18,6 +18,7 @@ from baton.worker import attach
 from baton.worker.metrics import (
     DEVICE,
     DISK,
+    CacheCounts,
     RunnerCounts,
     Snapshot,
     TierCounts,
@@ -486,6 +487,8 @@ def test_metrics_come_from_the_last_snapshot():
         counts=RunnerCounts(
             num_tokens=3,
             num_ended={"finished": 2},
+        ),
+        caches=CacheCounts(
             tiers={DEVICE: TierCounts(num_removed=6), DISK: TierCounts(num_blocks=4)},
             disk_failed=True,
         ),

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from baton.kvtransfer.connector.handoffs.block_copies import BlockCopies, LayerRun, Run
 from baton.kvtransfer.connector.handoffs.handoff_step import Part
 from baton.kvtransfer.connector.handoffs.notifier import Copy
-from baton.kvtransfer.control import Claim, checksum
+from baton.kvtransfer.engine_port import Claim
+from baton.kvtransfer.frames import checksum
 from baton.kvtransfer.head_ranges import HeadRange
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.kv_groups import KvGroup

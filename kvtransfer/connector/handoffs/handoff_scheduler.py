@@ -17,7 +17,7 @@ from baton.kvtransfer.connector.handoffs.wrong_blocks import WrongBlocks
 from baton.kvtransfer.connector.request_params import RequestParams
 from baton.kvtransfer.connector.step_report import StepReport
 from baton.kvtransfer.connector.step_work import StepCounter, StepWork, num_computed_tokens
-from baton.kvtransfer.control import EnginePort
+from baton.kvtransfer.engine_port import EnginePort
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.kv_groups import NULL_BLOCK
 from baton.v1 import kv_transfer_pb2

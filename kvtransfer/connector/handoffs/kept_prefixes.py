@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from baton.runtime.fetches import MAX_KEPT_SHARE
 from baton.runtime.kv_groups import KvGroup
-
-# Most blocks that are kept, as a share of the cache: running requests need the others.
-MOST_KEPT = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,7 @@ class KeptPrefixes:
                 if (blocks := self._pool.get_cached_block(name, [table.table])) is None:
                     return
                 found += blocks
-        most = int(MOST_KEPT * self._pool.num_gpu_blocks)
+        most = int(MAX_KEPT_SHARE * self._pool.num_gpu_blocks)
         if not found or self._num_blocks + len(found) > most:
             return
         self._pool.touch(found)

@@ -17,7 +17,7 @@ from baton.kvtransfer.connector.handoffs.handoff_step import HandoffStep, LoadRe
 from baton.kvtransfer.connector.handoffs.notifier import Notifier, NotifierThread, StagedFrame
 from baton.kvtransfer.connector.handoffs.paged_cache import PagedCache
 from baton.kvtransfer.connector.handoffs.rank_loads import RankLoads
-from baton.kvtransfer.control import EnginePort, split_blocks
+from baton.kvtransfer.engine_port import EnginePort, split_blocks
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.pipeline_stages import PipelineStage
 from baton.runtime.kv_groups import KvGroup

@@ -18,7 +18,7 @@ from functools import partial
 from baton.kvtransfer.connector.handoffs.block_copies import BlockCopies
 from baton.kvtransfer.connector.handoffs.block_loads import Check, copy_in, holds
 from baton.kvtransfer.connector.handoffs.handoff_step import Load, LoadReport
-from baton.kvtransfer.control import Claim, EnginePort, PendingClaim
+from baton.kvtransfer.engine_port import Claim, EnginePort, PendingClaim
 from baton.kvtransfer.head_ranges import HeadRange, head_ranges, sources
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.kv_groups import KvGroup

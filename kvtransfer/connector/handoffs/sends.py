@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from baton.kvtransfer.connector.handoffs.handoff_step import Part, Save
 from baton.kvtransfer.connector.step_work import num_computed_tokens
-from baton.kvtransfer.control import EnginePort
+from baton.kvtransfer.engine_port import EnginePort
 from baton.kvtransfer.handoff_orders import SendHandoff
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.kv_groups import KvGroup

@@ -161,6 +161,7 @@ class CoordinatorMessage(_message.Message):
     STEP_TARGETS_FIELD_NUMBER: _builtins.int
     DROP_CACHE_FIELD_NUMBER: _builtins.int
     RENDER_FIELD_NUMBER: _builtins.int
+    SEND_PREFIX_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """Sequence number from 1; 0 for messages that are not resent (Welcome, bare acks)."""
@@ -191,6 +192,8 @@ class CoordinatorMessage(_message.Message):
     @_builtins.property
     def render(self) -> Global___RenderCommand: ...
     @_builtins.property
+    def send_prefix(self) -> Global___SendPrefixCommand: ...
+    @_builtins.property
     def batch(self) -> _containers.RepeatedCompositeFieldContainer[Global___CoordinatorMessage]:
         """Like WorkerMessage.batch."""
 
@@ -211,13 +214,14 @@ class CoordinatorMessage(_message.Message):
         step_targets: Global___StepTargets | None = ...,
         drop_cache: Global___DropCacheCommand | None = ...,
         render: Global___RenderCommand | None = ...,
+        send_prefix: Global___SendPrefixCommand | None = ...,
         batch: _abc.Iterable[Global___CoordinatorMessage] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "drop_cache", b"drop_cache", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "render", b"render", "rollout", b"rollout", "set_role", b"set_role", "step_targets", b"step_targets", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "drop_cache", b"drop_cache", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "render", b"render", "rollout", b"rollout", "send_prefix", b"send_prefix", "set_role", b"set_role", "step_targets", b"step_targets", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cancel", b"cancel", "decode", b"decode", "drain", b"drain", "drop_cache", b"drop_cache", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "render", b"render", "rollout", b"rollout", "seq", b"seq", "set_role", b"set_role", "step_targets", b"step_targets", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cancel", b"cancel", "decode", b"decode", "drain", b"drain", "drop_cache", b"drop_cache", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "render", b"render", "rollout", b"rollout", "send_prefix", b"send_prefix", "seq", b"seq", "set_role", b"set_role", "step_targets", b"step_targets", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prefill", "decode", "cancel", "set_role", "drain", "release", "profile", "rollout", "step_targets", "drop_cache", "render"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prefill", "decode", "cancel", "set_role", "drain", "release", "profile", "rollout", "step_targets", "drop_cache", "render", "send_prefix"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -961,15 +965,7 @@ class PrefillCommand(_message.Message):
 
     SPEC_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
-    ONLY_CACHED_FIELD_NUMBER: _builtins.int
     FETCH_FIELD_NUMBER: _builtins.int
-    only_cached: _builtins.bool
-    """Serves a fetch: the worker sends the KV cache of handoff.num_tokens prompt tokens, which it
-    should hold on its device, in host memory or on disk, and computes only the last prompt token.
-    If it lacks a block, it sends the blocks before that one, or nothing if these hold fewer than
-    handoff.least_tokens tokens. It reports only the end of the handoff. The request_id is not that
-    of a client's request.
-    """
     @_builtins.property
     def spec(self) -> Global___RequestSpec: ...
     @_builtins.property
@@ -985,16 +981,71 @@ class PrefillCommand(_message.Message):
         *,
         spec: Global___RequestSpec | None = ...,
         handoff: Global___HandoffPlan | None = ...,
-        only_cached: _builtins.bool = ...,
         fetch: Global___FetchPlan | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "handoff", b"handoff", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "handoff", b"handoff", "only_cached", b"only_cached", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "handoff", b"handoff", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillCommand: _TypeAlias = PrefillCommand  # noqa: Y015
+
+@_typing.final
+class SendPrefixCommand(_message.Message):
+    """Serves a fetch: tells a worker to send the KV cache of the first tokens of a prompt to
+    `handoff.target`, as far as it holds them on its device, in host memory or on disk. If it lacks a
+    block, it sends the blocks before that one, or nothing if these hold fewer than
+    handoff.least_tokens tokens. It reports only the end of the handoff, without a request ID. A
+    CancelCommand with the handoff's ID and without an attempt ends the command.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDOFF_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    adapter: _builtins.str
+    """The following fields are those of the request's RequestSpec."""
+    cache_salt: _builtins.str
+    priority: _builtins.int
+    traceparent: _builtins.str
+    @_builtins.property
+    def handoff(self) -> Global___HandoffPlan: ...
+    @_builtins.property
+    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The first handoff.num_tokens tokens of the prompt."""
+
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PromptImage]: ...
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """Longest time until the engine has read the blocks."""
+
+    def __init__(
+        self,
+        *,
+        handoff: Global___HandoffPlan | None = ...,
+        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        adapter: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
+        images: _abc.Iterable[_common_pb2.PromptImage] | None = ...,
+        priority: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "handoff", b"handoff", "images", b"images", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendPrefixCommand: _TypeAlias = SendPrefixCommand  # noqa: Y015
 
 @_typing.final
 class DecodeCommand(_message.Message):
@@ -1107,8 +1158,8 @@ class HandoffPlan(_message.Message):
     itself.
     """
     least_tokens: _builtins.int
-    """Only with PrefillCommand.only_cached: the least num_tokens that is worth sending if the worker
-    lacks blocks. 0: num_tokens.
+    """Only in SendPrefixCommand: the least num_tokens that is worth sending if the worker lacks blocks.
+    0: num_tokens.
     """
     @_builtins.property
     def commit_timeout(self) -> _duration_pb2.Duration:
@@ -1145,7 +1196,9 @@ class CancelCommand(_message.Message):
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
-    """0: cancel only the handoff. A request that waits for it computes its prompt itself."""
+    """0: cancel only the handoff. A request that waits for it computes its prompt itself; a worker
+    that sends it for a fetch stops.
+    """
     handoff_id: _builtins.bytes
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The core of the transfer service: drives both state machines and carries out their effects."""
+"""The transfer service's shell: drives both state machines and carries out their effects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TIMER_RESOLUTION_S = 0.001
 logger = logging.getLogger(__name__)
 
 
-class TransferCore:
+class TransferShell:
     """Passes requests, frames and time to the state machines, and carries out their effects.
 
     Everything runs on one event loop and nothing here waits, so no other call can come between a

@@ -35,8 +35,6 @@ class Attempt:
         role: Role in which this worker runs the attempt.
         handoff: Plan of the handoff; None: none.
         fetch: Prefix of the prompt that another worker sends; None: none.
-        serves_fetch: Whether the attempt serves a fetch of another worker. It sends a cached
-            prefix, and its outputs are not reported.
         token_ids: The whole output so far, including known tokens.
         num_text_chars: Characters of text that were sent with these tokens, by any worker.
         arrived_at: Arrival of the command, by time.monotonic.
@@ -53,7 +51,6 @@ class Attempt:
     role: common_pb2.Role.ValueType
     handoff: cluster_pb2.HandoffPlan | None
     fetch: cluster_pb2.FetchPlan | None = None
-    serves_fetch: bool = False
     token_ids: list[int] = field(init=False)
     num_text_chars: int = field(init=False)
     arrived_at: float = field(init=False, default_factory=monotonic)
@@ -69,16 +66,6 @@ class Attempt:
         self.token_ids = list(self.spec.known_token_ids)
         self.num_text_chars = self.spec.known_text_chars
         self.engine_id = f"{self.spec.request_id}#{self.spec.attempt}.{next(_numbers)}"
-
-    def shorten(self, num_tokens: int) -> None:
-        """Makes an attempt that serves a fetch send only this many tokens, from the first.
-
-        An attempt is shortened once. If the cache loses another block, it sends nothing.
-        """
-        assert self.handoff is not None
-        # The engine must compute one token after the sent ones; its value does not matter.
-        del self.spec.prompt_token_ids[num_tokens:-1]
-        self.handoff.num_tokens = self.handoff.least_tokens = num_tokens
 
     def engine_request(
         self,
@@ -106,7 +93,6 @@ class Attempt:
             receive=receive or self._fetched(),
             adapter=self.spec.adapter,
             cache_salt=self.spec.cache_salt,
-            only_cached=self.serves_fetch,
             # The attempt may have waited for staging, or for a load of its own blocks.
             due_in_s=due_in_s(self.spec) - (monotonic() - self.arrived_at),
             itl_s=own_itl_s(self.spec),

@@ -3,8 +3,8 @@
 import math
 from time import monotonic
 
-from baton.engine.attempts import Attempt
 from baton.v1 import cluster_pb2, common_pb2
+from baton.worker.attempts import Attempt
 
 
 def attempt(**spec: object) -> Attempt:

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from time import monotonic
-from typing import Protocol
 
-from baton.engine.attempts import Attempt
 from baton.engine.base import Engine, EngineOutput
 from baton.kvtransfer.handoff_orders import ReceiveHandoff
 from baton.runtime.durations import to_seconds
-
-
-class ExpectedHandoffs(Protocol):
-    """Handoffs that attempts of this worker wait for (worker/receives.py)."""
-
-    def expect(self, handoff_id: bytes, attempt: Attempt) -> None: ...
-    def expects(self, handoff_id: bytes, attempt: Attempt) -> bool: ...
-    def release(self, handoff_id: bytes, *, is_loaded: bool = False) -> None: ...
+from baton.worker.attempts import Attempt
+from baton.worker.receives import Receives
 
 
 class DecodeRole:
@@ -27,7 +19,7 @@ class DecodeRole:
         receives: Handoffs to this worker.
     """
 
-    def __init__(self, engine: Engine, receives: ExpectedHandoffs) -> None:
+    def __init__(self, engine: Engine, receives: Receives) -> None:
         self._engine, self._receives = engine, receives
 
     async def begin(self, attempt: Attempt) -> None:

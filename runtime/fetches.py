@@ -1,14 +1,20 @@
-"""How much the holder of a fetch sends when it lacks some of the wanted blocks."""
+"""Limits of fetches that real and simulated engines share."""
 
 from __future__ import annotations
 
 from baton.v1 import cluster_pb2
 
+# Most blocks of a device that are kept for requests that wait for a fetch, as a share of its
+# cache: running requests need the others.
+MAX_KEPT_SHARE = 0.25
+
 
 def tokens_to_send(
     plan: cluster_pb2.HandoffPlan, num_held_tokens: int, block_size_tokens: int
 ) -> int:
-    """Returns the new `num_tokens` of a fetch's handoff; 0: the holder sends nothing.
+    """Returns how much the holder of a fetch sends if it lacks some of the wanted blocks.
+
+    It is the new `num_tokens` of the fetch's handoff; 0: the holder sends nothing.
 
     Args:
         plan: The handoff, as the coordinator has planned it.
