@@ -123,8 +123,8 @@ class ElasticPrefillChoices:
         if demand.urgency is Urgency.LATE and step_targets(self._view).may_borrow:
             # A late prompt must not borrow time from streams that prompts in time need. In a small
             # cell, all workers may have streams for minutes, although few prompts come.
-            loads = self._view.loads
-            if load.num_decodes and not self._prompts.leaves_time(loads.prompt_speed, loads.now):
+            speed = self._view.loads.prompt_speed
+            if load.num_decodes and not self._prompts.leaves_time(speed, self._view.now):
                 return False
         return load.prompt_speed >= _LATE_SPEED
 
