@@ -391,7 +391,8 @@ def prompt_tokens(
     fixed_s, spent_s = _streams_s(model, streams), 0.0
     # No time is borrowed for batch prompts, and for late ones only if every worker has streams for
     # long: prompts in time need it.
-    late_may_borrow = targets.shares_workers(model.decode_step_s(1, 0))
+    has_streams = math.isfinite(streams.limit_s)
+    late_may_borrow = has_streams and targets.shares_workers(model.decode_step_s(1, 0))
     in_time_s = others_s = share * _prompts_s(model, targets, streams._replace(itl_s=None), fixed_s)
     if share == 1.0:
         in_time_s = _prompts_s(model, targets, streams, fixed_s)

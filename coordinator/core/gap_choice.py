@@ -51,6 +51,8 @@ _MIN_STEP = _Limit(enter=0.4, stay=0.37)
 # The same if a step with one stream takes most of the ITL target. Prompts then get hardly any time
 # without long gaps, so that streams need not make up for all the borrowed time.
 _MAX_PROMPT_IF_TIGHT = _Limit(enter=10.0, stay=11.0)
+# Decode step of one stream in ITL targets from which it takes most of the target.
+_TIGHT_STEP = _Limit(enter=FAST_SHARE, stay=FAST_SHARE - 0.05)
 # Number of ended outputs from which their mean length is used. The outputs that end first are the
 # shortest.
 LEAST_OUTPUTS = 32
@@ -78,11 +80,6 @@ class Workload(NamedTuple):
     output_tokens: float | None
     prompt_itls: float
     step_itls: float
-
-    @property
-    def is_tight(self) -> bool:
-        """Whether a step with one stream takes most of the ITL target."""
-        return self.step_itls > FAST_SHARE
 
 
 class GapChoice:
@@ -112,10 +109,18 @@ class GapChoice:
             return
         assert workload is not None
         self._since = now if self._since is None else self._since
-        self.is_long = self.is_long or workload.is_tight or now - self._since >= _HOLD_S
+        if self._is_tight(workload):
+            self.is_long = True
+            self.reason = f"few workers, and decode steps take {workload.step_itls:.2f} ITL targets"
+            return
+        self.is_long = self.is_long or now - self._since >= _HOLD_S
         self.reason = "few workers, long outputs and short prompts"
         if not self.is_long:
             self.reason += f", but not yet for {_HOLD_S:.0f} s"
+
+    def _is_tight(self, workload: Workload) -> bool:
+        """Whether a step with one stream takes most of the ITL target."""
+        return workload.step_itls > _TIGHT_STEP.of(is_long=self.is_long)
 
     def _objection(self, num_workers: int, workload: Workload | None) -> str:
         """Returns the condition for long gaps that does not hold, in words; empty: all hold."""
@@ -123,12 +128,13 @@ class GapChoice:
             return f"{num_workers} workers; long gaps are for at most {_MAX_WORKERS}"
         if workload is None:
             return "no interactive prompt yet, or no ITL target"
-        if not workload.is_tight:
+        is_tight = self._is_tight(workload)
+        if not is_tight:
             if workload.output_tokens is None:
                 return f"fewer than {LEAST_OUTPUTS} outputs have ended"
             if workload.output_tokens < (least := _MIN_OUTPUT.of(is_long=self.is_long)):
                 return f"outputs of {workload.output_tokens:.0f} tokens; long gaps need {least:g}"
-        most_itls = _MAX_PROMPT_IF_TIGHT if workload.is_tight else _MAX_PROMPT
+        most_itls = _MAX_PROMPT_IF_TIGHT if is_tight else _MAX_PROMPT
         if workload.prompt_itls > (most := most_itls.of(is_long=self.is_long)):
             took = f"prompts take {workload.prompt_itls:.1f} ITL targets"
             return f"{took}; long gaps are for at most {most:g}"

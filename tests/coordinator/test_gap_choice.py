@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.coordinator.core.gap_choice import LEAST_OUTPUTS
+from baton.coordinator.core.gap_choice import LEAST_OUTPUTS, GapChoice, Workload
 from baton.coordinator.state import events as ev
 from baton.runtime.config import StepsConfig
 from baton.runtime.latency import LatencyModel
@@ -237,3 +237,15 @@ def test_long_gaps_follow_a_changed_itl_target(long_cell):
     world.handle(ev.TargetsRequested({"interactive": targets}))
     assert long_cell.gap_ms == 60  # Three times the target.
     assert long_cell.told_ms() == {"w0": [60], "w1": [60]}
+
+
+def test_small_changes_of_the_step_do_not_change_the_gap():
+    choice, found = GapChoice(), []
+    for second in range(6):
+        step_itls = (0.76, 0.74)[second % 2]
+        choice.update(2, Workload(60.0, 6.0, step_itls), float(second))
+        found.append(choice.is_long)
+    assert all(found)
+    assert "decode steps take 0.74 ITL targets" in choice.reason
+    choice.update(2, Workload(60.0, 6.0, 0.69), 7.0)
+    assert not choice.is_long

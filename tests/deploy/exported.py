@@ -33,7 +33,7 @@ def collectors() -> list[Collector]:
     # Only pools that are sized by their load have all series.
     config = parse({"scaling": {"autoscale": True}}, "the test")
     core = Core(CoreConfig.of(config))
-    core.scaler.begin(dict.fromkeys(Pool, 1), 0.0)
+    core.scaler.begin(dict.fromkeys(Pool, 1))
     gpu_collector = gpus.collector("cuda", 1, "0", FakeNvml)
     assert gpu_collector is not None
     worker_collector = WorkerCollector("demo", "decode", ["grpc"])

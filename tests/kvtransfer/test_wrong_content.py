@@ -239,7 +239,7 @@ def test_a_deletion_does_not_wait_for_blocks_of_later_ones(monkeypatch):
 
 def test_a_large_cache_is_cleared_in_a_bounded_number_of_steps(monkeypatch):
     monkeypatch.setattr(handoff_scheduler, "_CLEARED_BYTES", 1)
-    monkeypatch.setattr(handoff_scheduler, "_MOST_CLEARING_STEPS", NUM_BLOCKS // 5)
+    monkeypatch.setattr(handoff_scheduler, "_MOST_CLEARING_STEPS", NUM_BLOCKS / 5)
     engine = StatesEngine()
     _, uncleared = engine.free_wrong(11)
     counts = []

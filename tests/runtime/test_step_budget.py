@@ -341,6 +341,17 @@ def test_streams_owe_what_they_would_save_in_their_next_tokens() -> None:
         assert step_limit_s(TARGETS, streams, fixed_s) == pace.limit_s(TARGETS)
 
 
+def test_late_prompts_borrow_only_from_streams_and_only_if_steps_take_most_of_the_target() -> None:
+    late = Prompt(0, 8000, 0, 1.0, running=True, due_in_s=-1.0)
+    streams = Streams(5, 500, limit_s=0.05, itl_s=0.05)
+    for base_s, beside_s, alone_s in ((0.042, 0.135, 0.2), (0.03, 0.05, 0.2)):
+        model = LatencyModel(0.04, 1e-4, 0.0, base_s, 1e-5, 0.0)
+        for found, longest_s in ((streams, beside_s), (Streams(), alone_s)):
+            (count,) = prompt_tokens(model, LONG_GAPS, found, [late], 10**6)
+            step_s = model.mixed_step_s(count, 0, found.num_streams, found.num_kv_tokens)
+            assert step_s == pytest.approx(longest_s, abs=0.002)
+
+
 def test_no_time_is_borrowed_for_batch_prompts_and_late_ones() -> None:
     streams = Streams.of(1, 100, [StreamPace(0.0, 0)], LONG_GAPS)
     in_time, batch = (Prompt(0, 5000, priority, 0.0, running=True) for priority in (0, 1))

@@ -142,15 +142,18 @@ class PrefixIndex:
         self._tidy(min(_TIDIED_AT_ONCE, int(elapsed_s * _TIDIED_PER_S)))
 
     def _tidy(self, num_blocks: int) -> None:
-        if self._is_tidy:
+        if self._is_tidy or not num_blocks:
             return
+        num_stale = sum(index.num_stale for index in self._tiers.values())
         for index in self._tiers.values():
             num_blocks = index.tidy(num_blocks)
+        if num_stale and num_stale == sum(index.num_stale for index in self._tiers.values()):
+            return
         for slot in list(self._leaving_slots):
             if all(index.is_free(1 << slot) for index in self._tiers.values()):
                 self._leaving_slots.remove(slot)
                 self._free_slots.append(slot)
-        self._is_tidy = all(index.is_tidy for index in self._tiers.values())
+        self._is_tidy = not any(index.num_stale for index in self._tiers.values())
 
     # ---- Expectations.
 

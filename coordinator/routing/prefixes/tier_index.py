@@ -105,9 +105,9 @@ class TierIndex:
                 stale.is_forgotten = stale.is_forgotten or stale.bit == found.bit
 
     @property
-    def is_tidy(self) -> bool:
-        """Whether there are no stale blocks."""
-        return not self._stale
+    def num_stale(self) -> int:
+        """Number of workers' sets of stale blocks."""
+        return len(self._stale)
 
     def is_free(self, bit: int) -> bool:
         """Whether no mask has the bit of a forgotten worker."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence, Set
@@ -37,8 +38,9 @@ _CANCELLED = kv_transfer_pb2.REFUSAL_REASON_CANCELLED
 # on one core of a CPU, and less than 0.1 ms on a GPU.
 _CLEARED_BYTES = 64 * 2**20
 # Large caches are cleared in this number of steps, with more bytes in each step, because a worker
-# has to delete its blocks within a limit (runtime/cache_drops.py).
-_MOST_CLEARING_STEPS = 256
+# has to delete its blocks within a limit (runtime/cache_drops.py), and a step with prompts may take
+# 0.6 s.
+_MOST_CLEARING_STEPS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ class HandoffScheduler:
         groups = self._layout.groups
         block_bytes = sum(group.num_layers * group.block_bytes for group in groups)
         self._cleared_per_step = max(
-            1, _CLEARED_BYTES // block_bytes, len(pool.blocks) // _MOST_CLEARING_STEPS
+            _CLEARED_BYTES // block_bytes, math.ceil(len(pool.blocks) / _MOST_CLEARING_STEPS)
         )
         self._kept = KeptPrefixes(pool, self._layout.tables)
 
