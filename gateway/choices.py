@@ -32,19 +32,22 @@ class Choices:
 
     Args:
         num_choices: Number of choices.
-        submit: Submits a choice, by its index.
-        timeout_s: The request's own timeout; None: it has none.
+        submit: Submits a choice, by its index and its timeout in seconds (None: no timeout).
+        timeout_s: The remaining timeout of the request in seconds; None: it has none.
 
     Attributes:
         streams: The latest stream of each choice.
     """
 
     def __init__(
-        self, num_choices: int, submit: Callable[[int], TokenStream], timeout_s: float | None
+        self,
+        num_choices: int,
+        submit: Callable[[int, float | None], TokenStream],
+        timeout_s: float | None,
     ) -> None:
-        self._submit, self._loop = submit, asyncio.get_running_loop()
+        self._submit, self._loop, self._timeout_s = submit, asyncio.get_running_loop(), timeout_s
         self._deadline = self._loop.time() + timeout_s if timeout_s is not None else None
-        self.streams = [submit(index) for index in range(num_choices)]
+        self.streams = [submit(index, timeout_s) for index in range(num_choices)]
         self._accepted: list[Accepted | None] = [None] * num_choices
         self._refusals: dict[int, ResourceExhaustedError] = {}
         self._num_running = 0
@@ -83,8 +86,8 @@ class Choices:
                     num_refusals += 1
                     if num_refusals > _MAX_REFUSALS:
                         raise self._refusals[index]
-                await self._wait(self._refusals[index])
-                self.streams[index] = self._submit(index)
+                left_s = await self._wait(self._refusals[index])
+                self.streams[index] = self._submit(index, left_s)
                 await self._admit(index)
             # There may be room for the next choice too.
             self._may_fit.set()
@@ -117,24 +120,32 @@ class Choices:
             self._accepted[index] = event
             self._num_running += 1
 
-    async def _wait(self, refusal: ResourceExhaustedError) -> None:
+    async def _wait(self, refusal: ResourceExhaustedError) -> float | None:
         """Waits until a refused choice may be submitted again.
 
+        Returns:
+            The remaining timeout of the request in seconds; None: it has none.
+
         Raises:
-            RemoteError: The choices have been cancelled.
+            RemoteError: The choices have been cancelled, or the request's timeout has passed.
         """
-        is_by_slots = refusal.reason == "CREDENTIAL_CONCURRENCY"
-        # While an own choice runs, its end frees a slot: there is no need to ask before it.
-        retry_s = None if is_by_slots and self._num_running else refusal.retry_after_s
-        times = [self._loop.time() + retry_s] if retry_s is not None else []
-        # The coordinator refuses a choice that is submitted after the request's deadline.
-        times += [self._deadline] if self._deadline is not None else []
+        assert refusal.retry_after_s is not None, "other refusals end the request"
+        until = self._loop.time() + refusal.retry_after_s
+        if self._deadline is not None:
+            until = min(until, self._deadline)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(min(times, default=None)):
+            async with asyncio.timeout_at(until):
                 await self._may_fit.wait()
         self._may_fit.clear()
         if self._is_closed:
             raise errors.make(code_pb2.CANCELLED, "the request was cancelled")
+        if self._deadline is None:
+            return None
+        left_s = self._deadline - self._loop.time()
+        if left_s <= 0:
+            message = f"not all choices ended within the request's timeout of {self._timeout_s:g} s"
+            raise errors.make(code_pb2.DEADLINE_EXCEEDED, f"{message}: {refusal}")
+        return left_s
 
 
 def incomplete_stream() -> RemoteError:

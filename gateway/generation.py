@@ -193,24 +193,24 @@ class Exchange:
             raise body_reader.ClientDisconnected
         requests = list(request.choice_requests())
 
-        def submit(index: int) -> TokenStream:
+        def submit(index: int, timeout_s: float | None) -> TokenStream:
             prompt, options = requests[index]
-            return cell.client.generate(prompt, **self._with_remaining_timeout(options))
+            if timeout_s is not None:
+                options = {**options, "timeout_s": timeout_s}
+            return cell.client.generate(prompt, **options)
 
-        timeout_s = self._with_remaining_timeout(request.options).get("timeout_s")
-        self._choices = Choices(len(requests), submit, timeout_s)
+        self._choices = Choices(len(requests), submit, self._remaining_s(request.options))
         self._cell = cell
         await (self._respond_stream if request.stream else self._respond_whole)(
             self._choices, request, tokenizer, output_parser
         )
 
-    def _with_remaining_timeout(self, options: RequestOptions) -> RequestOptions:
-        """Returns a choice's options with the remaining timeout if the request was sent before."""
+    def _remaining_s(self, options: RequestOptions) -> float | None:
+        """The request's timeout in seconds, less what attempts at other cells took; None: none."""
         timeout_s = options.get("timeout_s")
         if timeout_s is None or self._cell is None:
-            return options
-        left_s = max(0.001, timeout_s - (time.monotonic() - self._started_at))
-        return {**options, "timeout_s": left_s}
+            return timeout_s
+        return max(0.001, timeout_s - (time.monotonic() - self._started_at))
 
     async def _close_streams(self) -> None:
         choices, self._choices = self._choices, None

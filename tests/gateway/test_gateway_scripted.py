@@ -583,7 +583,20 @@ async def test_the_timeout_of_a_request_holds_for_choices_that_wait(inference, s
     while not answer.done():
         advance_clock(5)
         await asyncio.sleep(0.01)
-    assert (await answer).status_code == 504
+    found = await answer
+    assert found.status_code == 504
+    assert "within the request's timeout of 10 s" in found.text
+
+
+async def test_a_choice_asks_for_room_while_another_one_of_its_request_runs(inference, scripted):
+    """Other requests of the same caller may have freed the room."""
+    answer = asyncio.create_task(post(scripted, {"prompt": "x", "n": 2}))
+    connection = await inference.connection()
+    first, second = [(await connection.submitted()).stream for _ in range(2)]
+    connection.send(accepted(first), over_limit(second, retry_after_s=0.01))
+    second = (await connection.submitted()).stream
+    connection.send(accepted(second), finished(second), finished(first))
+    assert (await answer).status_code == 200
 
 
 async def test_a_client_that_reads_nothing_is_disconnected_and_its_request_cancelled(
