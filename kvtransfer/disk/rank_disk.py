@@ -9,7 +9,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from baton.kvtransfer.disk import block_file
@@ -194,6 +194,8 @@ class RankDisk:
                 paths = [self._directory / selection.owner]
             else:
                 paths = [one for one in self._directory.iterdir() if one.is_dir()]
+            # The index knows no files of an earlier worker before it has found them all.
+            selection = selection.with_followers(self._parents(paths))
             for path in paths:
                 if not path.is_dir():
                     continue
@@ -209,6 +211,16 @@ class RankDisk:
             # Without the directory there is no file.
             return not self._directory.exists()
         return True
+
+    def _parents(self, paths: Sequence[Path]) -> Iterator[tuple[int, int]]:
+        """Yields the hash of each block in these directories, and that of the block before it."""
+        for path in paths:
+            for group in _listed(path) if path.is_dir() else ():
+                for file in _listed(group) if group.is_dir() else ():
+                    block = BlockName.parse(path.name, group.name, file.name)
+                    if block is not None:
+                        yield block.hash, block.parent
+                self._note_deletion()
 
     def _delete_in(self, group: Path, selection: BlockSelection) -> None:
         """Deletes a group's files of a selection."""

@@ -837,6 +837,19 @@ def test_what_follows_chosen_blocks_is_deleted_too(tmp_path: Path):
     assert every.with_followers(store.index.parents()) == every
 
 
+def test_what_follows_chosen_blocks_is_deleted_although_the_index_does_not_know_it(tmp_path: Path):
+    store = Store(tmp_path)
+    prompt = following(None, range(3))
+    lost = following(prompt[-1], range(10, 14))
+    assert all(store.write([*prompt, *lost]))
+    # As while a new worker searches the files of an earlier one.
+    store.index = DiskIndex(10**6, 4, NUM_RANKS, lambda: 0.0)
+    _, deletion = store.index.delete(BlockSelection.of("", [one.hash for one in prompt]))
+    store.step()
+    assert store.index.take_deleted(deletion) is True
+    assert not store.files()
+
+
 def test_what_follows_a_block_that_was_deleted_during_the_search_is_not_found(tmp_path: Path):
     store = Store(tmp_path)
     prompt = following(None, range(3))
