@@ -195,43 +195,28 @@ class RankDisk:
             else:
                 paths = [one for one in self._directory.iterdir() if one.is_dir()]
             # The index knows no files of an earlier worker before it has found them all.
-            selection = selection.with_followers(self._parents(paths))
-            for path in paths:
-                if not path.is_dir():
-                    continue
-                # An owner has at most 256 groups, each with a part of the files.
-                for group in _listed(path):
-                    if group.is_dir():
-                        self._delete_in(group, selection)
-                        self._note_deletion()
-                if selection.hashes is None:
-                    _remove_tree(path)
+            selection = selection.with_followers(
+                (block.hash, block.parent)
+                for group in self._groups(paths)
+                for _, block in _blocks_in(group)
+            )
+            for group in self._groups(paths):
+                _delete_in(group, selection)
+            for path in paths if selection.hashes is None else ():
+                _remove_tree(path)
         except OSError as error:
             self._turn_off(error)
             # Without the directory there is no file.
             return not self._directory.exists()
         return True
 
-    def _parents(self, paths: Sequence[Path]) -> Iterator[tuple[int, int]]:
-        """Yields the hash of each block in these directories, and that of the block before it."""
-        for path in paths:
-            for group in _listed(path) if path.is_dir() else ():
-                for file in _listed(group) if group.is_dir() else ():
-                    block = BlockName.parse(path.name, group.name, file.name)
-                    if block is not None:
-                        yield block.hash, block.parent
-                self._note_deletion()
-
-    def _delete_in(self, group: Path, selection: BlockSelection) -> None:
-        """Deletes a group's files of a selection."""
-        if selection.hashes is None:
-            _remove_tree(group)
-            return
-        for file in _listed(group):
-            block = BlockName.parse(group.parent.name, group.name, file.name)
-            if block is not None and selection.includes(block.hash, block.owner):
-                file.unlink(missing_ok=True)
-        remove_empty(group)
+    def _groups(self, owners: Sequence[Path]) -> Iterator[Path]:
+        """Yields the groups of these owners, at most 256 of each, and notes each one's end."""
+        for owner in owners:
+            for group in _listed(owner) if owner.is_dir() else ():
+                if group.is_dir():
+                    yield group
+                    self._note_deletion()
 
     def _note_deletion(self) -> None:
         """Shows that the disk does not hang, although an order takes long."""
@@ -250,6 +235,25 @@ class RankDisk:
         with self._lock:
             self._report.ended.append((order_id, done))
             self._report.num_wrong += num_wrong
+
+
+def _blocks_in(group: Path) -> Iterator[tuple[Path, BlockName]]:
+    """Yields the files of a group that are blocks."""
+    for file in _listed(group):
+        block = BlockName.parse(group.parent.name, group.name, file.name)
+        if block is not None:
+            yield file, block
+
+
+def _delete_in(group: Path, selection: BlockSelection) -> None:
+    """Deletes a group's files of a selection."""
+    if selection.hashes is None:
+        _remove_tree(group)
+        return
+    for file, block in _blocks_in(group):
+        if selection.includes(block.hash, block.owner):
+            file.unlink(missing_ok=True)
+    remove_empty(group)
 
 
 def _listed(path: Path) -> list[Path]:

@@ -264,21 +264,26 @@ async def test_layers_of_a_full_cuda_graph_are_handed_over(workers, told):
     await empty(receiver)
 
 
+def alter_claimed(port, offset, monkeypatch):
+    """Changes the byte at this offset of each handoff in staging as soon as it is claimed."""
+    begin_claim = port.begin_claim
+
+    def claim_and_alter(*args):
+        pending = begin_claim(*args)
+        assert pending.wait(10)
+        port.memory[pending.claim.offset + offset] ^= 1
+        return pending
+
+    monkeypatch.setattr(port, "begin_claim", claim_and_alter)
+
+
 async def test_a_wrong_byte_is_found_in_the_step_that_loads_it(workers, monkeypatch):
     sender, receiver = workers
     handoff_id, offset = await opened(sender, receiver, 4)
     save = Save(handoff_id, offset, 4, (Part(0, [4, 3, 2, 1]),), True)
     sender.step([save], compute=writes({1: 1, 2: 2, 3: 3, 4: 4}))
     await committed(receiver, handoff_id)
-    begin_claim = receiver.port.begin_claim
-
-    def claim_and_alter(*args):
-        pending = begin_claim(*args)
-        assert pending.wait(10)
-        receiver.port.memory[pending.claim.offset + 2 * BLOCK_BYTES] ^= 1
-        return pending
-
-    monkeypatch.setattr(receiver.port, "begin_claim", claim_and_alter)
+    alter_claimed(receiver.port, 2 * BLOCK_BYTES, monkeypatch)
     load = Load(handoff_id, 4 * TOKENS, (Part(1, [8, 7, 6]),))
     assert receiver.step(loads=[load]) == {6, 7, 8}
     assert receiver.step() == set()
@@ -292,15 +297,7 @@ async def test_a_wrong_byte_spoils_only_the_blocks_of_its_frame(workers, monkeyp
     sender.step([Save(handoff_id, offset, 4, (Part(0, [4, 3]),), False)])
     sender.step([Save(handoff_id, offset, 4, (Part(2, [2, 1]),), True)])
     await committed(receiver, handoff_id)
-    begin_claim = receiver.port.begin_claim
-
-    def claim_and_alter(*args):
-        pending = begin_claim(*args)
-        assert pending.wait(10)
-        receiver.port.memory[pending.claim.offset + 3 * BLOCK_BYTES] ^= 1
-        return pending
-
-    monkeypatch.setattr(receiver.port, "begin_claim", claim_and_alter)
+    alter_claimed(receiver.port, 3 * BLOCK_BYTES, monkeypatch)
     load = Load(handoff_id, 4 * TOKENS, (Part(0, [8, 7, 6, 5]),))
     assert receiver.step(loads=[load]) == {6, 5}
     await empty(receiver)
