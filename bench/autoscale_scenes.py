@@ -16,7 +16,7 @@ from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig, Ta
 from baton.load import traces
 from baton.load.traces import Arrival
 from baton.runtime.config import parse
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 from baton.simulator import baselines
 from baton.simulator.cell import ColdStart, SimulatedCell
 from baton.simulator.parts import Shape

@@ -19,7 +19,8 @@ from typing import Any
 import grpc
 
 from baton.bench.cost_answers import BATCH_TAG, prefix
-from baton.runtime import lifecycle, rpc
+from baton.runtime.network import rpc
+from baton.runtime.process import lifecycle
 
 SERVICE, PREFILL, DECODE = "baton.bench.Relay", "Prefill", "Decode"
 _INFERENCE, _SESSION = "baton.v1.Inference", "Session"

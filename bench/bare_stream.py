@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from baton.bench.copies import CopyCounter
-from baton.runtime import rpc
+from baton.runtime.network import rpc
 
 SERVICE, METHOD = "baton.bench.Bare", "Take"
 NUM_BYTES = 64 * 2**20

@@ -13,8 +13,8 @@ import os
 import sys
 
 from baton.coordinator.server.server import Coordinator
-from baton.runtime import lifecycle, logs
 from baton.runtime.config import load
+from baton.runtime.process import lifecycle, logs
 
 COUNT, CHECK = b"n", b"c"
 _STDIN = 0

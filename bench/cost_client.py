@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import grpc
 
 from baton.bench.cost_answers import BATCH_TAG, prefix
-from baton.runtime import rpc
 from baton.runtime.closing import AsyncClosing
-from baton.runtime.dial import PLAIN, Dial
+from baton.runtime.network import rpc
+from baton.runtime.security.dial import PLAIN, Dial
 from baton.v1 import common_pb2, inference_pb2
 
 # Largest number of submissions in one message.

@@ -22,9 +22,10 @@ from baton.bench.cost_answers import MODEL
 from baton.bench.cost_client import Client, Seen, SessionClient
 from baton.bench.cost_http import HttpClient, HttpRoute
 from baton.load import stats
-from baton.runtime import demo_model, dev_certs
-from baton.runtime.dial import PLAIN, Dial
-from baton.runtime.tls import TlsFiles
+from baton.runtime import demo_model
+from baton.runtime.security import dev_certs
+from baton.runtime.security.dial import PLAIN, Dial
+from baton.runtime.security.tls import TlsFiles
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,10 @@ import grpc
 
 from baton.bench import cost_answers
 from baton.bench.cost_answers import MODEL, VOCAB_SIZE, Answers, Token
-from baton.runtime import lifecycle, rpc
-from baton.runtime.dial import PLAIN, Dial
-from baton.runtime.tls import TlsFiles
+from baton.runtime.network import rpc
+from baton.runtime.process import lifecycle
+from baton.runtime.security.dial import PLAIN, Dial
+from baton.runtime.security.tls import TlsFiles
 from baton.v1 import cluster_pb2, common_pb2, inference_pb2, kv_transfer_pb2
 
 MAX_MODEL_LEN = 8192

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from baton.runtime.config import LatencyConfig
-from baton.runtime.latency import LatencyModel
-from baton.runtime.latency_fit import LatencyFit
+from baton.runtime.steps.latency import LatencyModel
+from baton.runtime.steps.latency_fit import LatencyFit
 from baton.v1 import cluster_pb2
 
 

@@ -37,9 +37,9 @@ from baton.engine.warm_up import warm_up
 from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.kvtransfer.transfer_client import TransferClient
 from baton.runtime import demo_model
-from baton.runtime.affinity import VLLM_BIND_THREADS
 from baton.runtime.config import KvTransferConfig
-from baton.runtime.kv_store_config import KvStoreConfig
+from baton.runtime.kv.kv_store_config import KvStoreConfig
+from baton.runtime.process.affinity import VLLM_BIND_THREADS
 from baton.v1 import common_pb2
 
 TIMEOUT_S = 120.0

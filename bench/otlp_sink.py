@@ -11,7 +11,8 @@ from typing import Any
 import grpc
 
 from baton.bench.systems import free_port
-from baton.runtime import lifecycle, rpc
+from baton.runtime.network import rpc
+from baton.runtime.process import lifecycle
 
 _SERVICE = "opentelemetry.proto.collector.trace.v1.TraceService"
 

@@ -17,7 +17,8 @@ from baton.bench import cost_answers
 from baton.bench.bare_relay import DECODE, PREFILL, SERVICE
 from baton.bench.cost_answers import Answers, Token
 from baton.bench.cost_worker import Decoder, Gate, WriteQueue
-from baton.runtime import lifecycle, rpc
+from baton.runtime.network import rpc
+from baton.runtime.process import lifecycle
 from baton.v1 import inference_pb2
 
 

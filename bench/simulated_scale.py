@@ -20,7 +20,7 @@ from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig, Ta
 from baton.load import stats, traces
 from baton.load.stats import Goal
 from baton.runtime.config import parse
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 from baton.simulator.cell import SimulatedCell
 from baton.simulator.parts import Shape
 from baton.simulator.policies import Baton

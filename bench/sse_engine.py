@@ -14,7 +14,7 @@ import re
 from typing import Any, cast
 
 from baton.bench.cost_answers import MODEL
-from baton.runtime import lifecycle
+from baton.runtime.process import lifecycle
 
 _LENGTH = re.compile(rb"content-length:\s*(\d+)", re.IGNORECASE)
 _HEAD = (

@@ -26,9 +26,9 @@ from baton.engine.vllm_engine import VllmEngine
 from baton.engine.warm_up import warm_up
 from baton.kvtransfer.transfer_client import TransferClient
 from baton.runtime import demo_model
-from baton.runtime.affinity import VLLM_BIND_THREADS
 from baton.runtime.config import KvTransferConfig, StepsConfig
-from baton.runtime.step_budget import StepTargets
+from baton.runtime.process.affinity import VLLM_BIND_THREADS
+from baton.runtime.steps.step_budget import StepTargets
 from baton.v1 import common_pb2
 
 MODEL = "demo-88m"

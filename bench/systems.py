@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.client.client import BatonClient
 from baton.runtime import demo_model
-from baton.runtime.affinity import VLLM_BIND_THREADS
+from baton.runtime.process.affinity import VLLM_BIND_THREADS
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0

@@ -44,7 +44,7 @@ def certs(
     if importlib.util.find_spec("cryptography") is None:
         raise ConfigError("baton certs needs cryptography (install baton[security])")
     # Imported here, because it needs the library that was just looked for.
-    from baton.runtime import dev_certs
+    from baton.runtime.security import dev_certs
 
     try:
         files = dev_certs.make(directory, hosts=host or [], days=days)

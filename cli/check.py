@@ -13,8 +13,9 @@ from baton.cli import options
 from baton.cli.effective_config import load_config
 from baton.cli.exit_codes import USAGE
 from baton.cli.output import print_json, print_table
-from baton.runtime import demo_model, quick_exit
+from baton.runtime import demo_model
 from baton.runtime.config import parse
+from baton.runtime.process import quick_exit
 from baton.worker import model_check
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

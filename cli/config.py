@@ -11,12 +11,11 @@ from baton.cli import options
 from baton.cli.cells import configured_cells
 from baton.cli.output import print_json, print_table
 from baton.coordinator.state.scaling_config import check_sizes
-from baton.runtime import exposure
-from baton.runtime.addresses import split_address
-from baton.runtime.config import BatonConfig, load, shown
+from baton.runtime.config import BatonConfig, exposure, load, shown
 from baton.runtime.config.keys import keys as known
 from baton.runtime.config_error import ConfigError
 from baton.runtime.names import did_you_mean
+from baton.runtime.network.addresses import split_address
 
 app = typer.Typer(
     help="Check and show the configuration, and list all keys.",
@@ -56,7 +55,7 @@ def _check_as_processes_do(config: BatonConfig) -> dict[str, str]:
         ConfigError: A check failed.
     """
     # Imported here, because it imports gRPC, which the other commands of this module do not need.
-    from baton.runtime import security_files
+    from baton.runtime.security import security_files
 
     for key, address in (
         ("coordinator.listen", config.coordinator.listen),

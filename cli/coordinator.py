@@ -8,7 +8,7 @@ from baton.cli import options
 from baton.cli.demo_models import with_demo_model
 from baton.cli.effective_config import load_config
 from baton.coordinator.server import server
-from baton.runtime import lifecycle, logs, output_streams
+from baton.runtime.process import lifecycle, logs, output_streams
 
 
 def coordinator(

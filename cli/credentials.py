@@ -5,8 +5,8 @@ from __future__ import annotations
 from baton.cli import connection
 from baton.client import Tls
 from baton.runtime.config_error import ConfigError
-from baton.runtime.secret_format import SECRETS, is_secret
-from baton.runtime.watched_file import read_secret
+from baton.runtime.security.secret_format import SECRETS, is_secret
+from baton.runtime.security.watched_file import read_secret
 
 
 def tls() -> Tls | None:

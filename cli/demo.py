@@ -23,8 +23,9 @@ from baton.cli.output import print_text
 from baton.cli.timeline import print_timeline
 from baton.client import Accepted, BatonClient, Finished, Tokens
 from baton.client.errors import make
-from baton.runtime import demo_model, main_coroutine
+from baton.runtime import demo_model
 from baton.runtime.errors import BatonError, RemoteError
+from baton.runtime.process import main_coroutine
 
 START_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 120.0

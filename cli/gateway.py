@@ -23,11 +23,11 @@ from baton.cli.cells import PARSERS, configured_cells
 from baton.cli.effective_config import load_config
 from baton.coordinator.launchers.end_with_parent import bound_to_parent, lead_group
 from baton.gateway import harmony_parsers
-from baton.runtime import exposure, lifecycle, logs, output_streams, quick_exit
-from baton.runtime.addresses import is_wildcard, joined, split_address
-from baton.runtime.config import BatonConfig, CellConfig, CoordinatorConfig, dump
+from baton.runtime.config import BatonConfig, CellConfig, CoordinatorConfig, dump, exposure
 from baton.runtime.config_error import ConfigError
-from baton.runtime.long_tasks import keep_running
+from baton.runtime.network.addresses import is_wildcard, joined, split_address
+from baton.runtime.process import lifecycle, logs, output_streams, quick_exit
+from baton.runtime.process.long_tasks import keep_running
 
 if TYPE_CHECKING:
     # `baton up --no-http` works without the libraries of the gateway.
@@ -139,7 +139,7 @@ def with_parsers_of_model(config: BatonConfig) -> BatonConfig:
     Raises:
         ConfigError: The model does not exist, or another parser is configured for it.
     """
-    from baton.runtime.tokenization import model_type
+    from baton.runtime.prompts.tokenization import model_type
 
     # Outputs of the simulated engine do not have the model's format.
     if config.engine != "vllm" or model_type(config.model) != harmony_parsers.MODEL_TYPE:

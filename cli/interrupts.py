@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import typer
 
-from baton.runtime import main_coroutine
+from baton.runtime.process import main_coroutine
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ import typer
 
 from baton.cli import options
 from baton.cli.output import print_table
-from baton.runtime import api_keys
 from baton.runtime.config_error import ConfigError
+from baton.runtime.security import api_keys
 
 app = typer.Typer(
     help="Add, list and remove API keys.", no_args_is_help=True, rich_markup_mode=None

@@ -23,7 +23,7 @@ from baton.load.generator import Generator, Outcome
 from baton.load.measured import Slo
 from baton.load.plan import Planned
 from baton.load.prompts import Prompts
-from baton.runtime import lifecycle
+from baton.runtime.process import lifecycle
 from baton.runtime.ttft_target import TtftTarget
 
 Drive = Callable[["Generator", asyncio.Event], Coroutine[Any, Any, "Outcome"]]

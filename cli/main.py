@@ -18,7 +18,7 @@ import typer
 from baton import __version__
 from baton.cli import connection
 from baton.cli.commands import CommandGroup
-from baton.runtime import output_streams, quick_exit
+from baton.runtime.process import output_streams, quick_exit
 
 app = typer.Typer(
     name="baton",

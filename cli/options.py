@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from baton.runtime.addresses import split_address
+from baton.runtime.network.addresses import split_address
 
 # Largest value of a uint32 field of the protobuf messages; longest time until an expiry date, in
 # days (a century).

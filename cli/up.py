@@ -14,10 +14,10 @@ from baton.cli import gateway, options
 from baton.cli.demo_models import with_demo_model
 from baton.cli.effective_config import load_config
 from baton.coordinator.server import server
-from baton.runtime import exposure, lifecycle, logs, output_streams
-from baton.runtime.addresses import joined, split_address
-from baton.runtime.config import BatonConfig, HttpConfig
-from baton.runtime.lifecycle import stop_requested
+from baton.runtime.config import BatonConfig, HttpConfig, exposure
+from baton.runtime.network.addresses import joined, split_address
+from baton.runtime.process import lifecycle, logs, output_streams
+from baton.runtime.process.lifecycle import stop_requested
 
 _BETWEEN_SIGNALS_S = 0.2
 

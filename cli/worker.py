@@ -10,9 +10,9 @@ import typer
 from baton.cli import options
 from baton.cli.demo_models import with_demo_model
 from baton.cli.effective_config import load_config
-from baton.runtime.addresses import split_address
 from baton.runtime.config_error import ConfigError
 from baton.runtime.names import WORKER_NAMES, is_worker
+from baton.runtime.network.addresses import split_address
 from baton.v1 import common_pb2
 from baton.worker import main as worker_main
 

@@ -12,10 +12,10 @@ from google.protobuf import duration_pb2
 from baton.client import errors
 from baton.client.call_metadata import interceptors
 from baton.client.credentials import ApiKey, Tls, dial
-from baton.runtime import rpc
-from baton.runtime.cache_drops import DROP_TIMEOUT_S
 from baton.runtime.closing import AsyncClosing
 from baton.runtime.errors import RemoteError
+from baton.runtime.kv.cache_drops import DROP_TIMEOUT_S
+from baton.runtime.network import rpc
 from baton.v1 import admin_pb2, admin_pb2_grpc, common_pb2
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from baton.runtime.dial import Dial
+from baton.runtime.security.dial import Dial
 
 
 class _UnaryUnary(grpc.aio.UnaryUnaryClientInterceptor):

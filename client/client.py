@@ -18,10 +18,10 @@ from baton.client.request import Prompt, RequestOptions, build
 from baton.client.session_manager import SessionManager
 from baton.client.shared_channels import SharedChannels
 from baton.client.stream import TokenStream
-from baton.runtime import rpc
 from baton.runtime.closing import AsyncClosing
-from baton.runtime.dial import AUTHORIZATION, Dial
 from baton.runtime.errors import RemoteError
+from baton.runtime.network import rpc
+from baton.runtime.security.dial import AUTHORIZATION, Dial
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 

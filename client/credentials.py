@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from baton.client import errors
-from baton.runtime.dial import Dial, bearer
 from baton.runtime.errors import RemoteError, Unauthenticated
-from baton.runtime.secret_format import SECRETS, fits_header, is_secret
-from baton.runtime.tls import TlsFiles
+from baton.runtime.security.dial import Dial, bearer
+from baton.runtime.security.secret_format import SECRETS, fits_header, is_secret
+from baton.runtime.security.tls import TlsFiles
 
 # An API key or a JWT, or a function that returns one. The client calls the function for every
 # submission and resubmission, so that the credential may change.

@@ -15,7 +15,7 @@ from baton.client import errors
 from baton.client.client_request import ClientRequest
 from baton.client.retry_policy import MAX_UNACCEPTED
 from baton.runtime.errors import RemoteError
-from baton.runtime.rpc import MAX_MESSAGE_BYTES
+from baton.runtime.network.rpc import MAX_MESSAGE_BYTES
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
 # Size limit of the fields around a request in its message.

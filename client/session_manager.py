@@ -17,9 +17,9 @@ from baton.client.retry_policy import (
     resume_retry_delay_s,
 )
 from baton.client.session import Session, SessionEnd, check_size
-from baton.runtime import rpc
-from baton.runtime.dial import PLAIN, Dial
 from baton.runtime.errors import RemoteError, ResourceExhausted
+from baton.runtime.network import rpc
+from baton.runtime.security.dial import PLAIN, Dial
 
 # A coordinator that hangs is detected after at most the sum of both.
 _PING_INTERVAL_S, _PING_TIMEOUT_S = 3.0, 3.0

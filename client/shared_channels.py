@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import grpc
 
-from baton.runtime import rpc
-from baton.runtime.dial import Dial
+from baton.runtime.network import rpc
+from baton.runtime.security.dial import Dial
 
 
 @dataclass(slots=True, eq=False)

@@ -22,7 +22,7 @@ from baton.coordinator.state.config import CoreConfig
 from baton.gateway.caller_slots import CallerSlots
 from baton.gateway.metrics import GatewayCollector, GatewayStats
 from baton.runtime.config import BatonConfig
-from baton.runtime.refusals import Refusals
+from baton.runtime.security.refusals import Refusals
 from baton.worker.gpus import GpuCollector
 from baton.worker.metrics import WorkerCollector
 

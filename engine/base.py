@@ -16,8 +16,8 @@ from typing import Protocol
 from baton.kvtransfer.block_changes import CacheChange
 from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.kvtransfer.layout import KvLayout
-from baton.runtime.prompt_images import end_of_images
-from baton.runtime.step_budget import StepTargets
+from baton.runtime.prompts.prompt_images import end_of_images
+from baton.runtime.steps.step_budget import StepTargets
 from baton.v1 import cluster_pb2, common_pb2, inference_pb2
 
 

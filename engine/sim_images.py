@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from baton.engine.base import RenderedPrompt
 from baton.runtime.errors import InvalidArgument
-from baton.runtime.prompt_images import image_id, images_of
-from baton.runtime.tokenization import Tokenizer
+from baton.runtime.prompts.prompt_images import image_id, images_of
+from baton.runtime.prompts.tokenization import Tokenizer
 from baton.v1 import common_pb2, inference_pb2
 
 # Stands for an image in the text of a prompt: a character for private use.

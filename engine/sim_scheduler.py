@@ -3,7 +3,7 @@
 It does continuous batching with chunked prefill, like vLLM: a step computes the missing tokens of
 its requests, limited in tokens and in requests. Without free blocks the request with the lowest
 priority is preempted and computed again later. With step targets, prompts get their tokens by the
-policy of runtime/step_budget.py; otherwise first come, first served.
+policy of runtime/steps/step_budget.py; otherwise first come, first served.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from baton.engine.sim_handoff import HandoffSend
 from baton.engine.sim_host_tier import HostTier
 from baton.engine.sim_text import OutputText
 from baton.engine.sim_tokens import TokenChain
-from baton.runtime.block_hashes import block_hashes, root_of
-from baton.runtime.fetches import MAX_KEPT_SHARE
-from baton.runtime.latency import LatencyModel
-from baton.runtime.prompt_images import block_keys
-from baton.runtime.step_budget import (
+from baton.runtime.kv.fetches import MAX_KEPT_SHARE
+from baton.runtime.prompts.block_hashes import block_hashes, root_of
+from baton.runtime.prompts.prompt_images import block_keys
+from baton.runtime.steps.latency import LatencyModel
+from baton.runtime.steps.step_budget import (
     Prompt,
     StepTargets,
     StreamPace,
@@ -168,7 +168,7 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class _Policy:
-    """The policy of runtime/step_budget.py for the step that begins at `now`."""
+    """The policy of runtime/steps/step_budget.py for the step that begins at `now`."""
 
     model: LatencyModel
     targets: StepTargets

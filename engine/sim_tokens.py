@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 import xxhash
 
-from baton.runtime.block_hashes import root_of
+from baton.runtime.prompts.block_hashes import root_of
 
 # Seed of the hash that chooses answer lengths, so that lengths do not follow from first tokens.
 _LENGTH_SEED = 1

@@ -51,9 +51,9 @@ from baton.kvtransfer.handoff_orders import ReceiveHandoff
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.config import SimulatedConfig
 from baton.runtime.errors import InvalidArgument
-from baton.runtime.latency import LatencyModel, PrefillChunk
-from baton.runtime.prompt_images import keyed_tokens
-from baton.runtime.step_budget import StepTargets
+from baton.runtime.prompts.prompt_images import keyed_tokens
+from baton.runtime.steps.latency import LatencyModel, PrefillChunk
+from baton.runtime.steps.step_budget import StepTargets
 from baton.v1 import cluster_pb2, common_pb2, inference_pb2
 
 _VERSION = "1"

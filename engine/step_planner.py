@@ -1,8 +1,8 @@
 """Plans the steps of a scheduler: measures each step, and asks the policy for the next one.
 
-The policy is runtime/step_budget.py. This module keeps the policy's state between steps: the fitted
-latency model of this engine, the pace of each stream, and the size of the largest measured step. It
-does not depend on vLLM.
+The policy is runtime/steps/step_budget.py. This module keeps the policy's state between steps: the
+fitted latency model of this engine, the pace of each stream, and the size of the largest measured
+step. It does not depend on vLLM.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from baton.kvtransfer.connector.step_work import StepWork
-from baton.runtime.latency import LatencyModel
-from baton.runtime.latency_fit import LatencyFit
-from baton.runtime.step_budget import Prompt, StepTargets, StreamPace, Streams, prompt_tokens
+from baton.runtime.steps.latency import LatencyModel
+from baton.runtime.steps.latency_fit import LatencyFit
+from baton.runtime.steps.step_budget import Prompt, StepTargets, StreamPace, Streams, prompt_tokens
 from baton.v1 import cluster_pb2
 
 # Prompt tokens of the first measured step. A prior for a GPU would give a CPU steps of seconds.

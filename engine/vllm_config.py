@@ -40,8 +40,8 @@ from baton.engine.vllm_refusals import (
 from baton.engine.vllm_worker_extension import WorkerExtension
 from baton.kvtransfer.connector.vllm_names import missing_attributes, missing_members, require
 from baton.kvtransfer.layout import KvLayout
-from baton.runtime import affinity, worker_directory
 from baton.runtime.names import did_you_mean
+from baton.runtime.process import affinity, worker_directory
 from baton.v1 import common_pb2
 
 _log = logging.getLogger(__name__)

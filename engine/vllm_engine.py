@@ -58,11 +58,11 @@ from baton.kvtransfer.connector.request_params import DropOrder
 from baton.kvtransfer.connector.step_report import StepReport
 from baton.kvtransfer.connector.step_work import StepWork
 from baton.kvtransfer.disk.directory import DiskDirectory
-from baton.runtime import affinity
 from baton.runtime.config import LatencyConfig
-from baton.runtime.kv_store_config import KvStoreConfig
-from baton.runtime.latency import LatencyModel
-from baton.runtime.step_budget import StepTargets
+from baton.runtime.kv.kv_store_config import KvStoreConfig
+from baton.runtime.process import affinity
+from baton.runtime.steps.latency import LatencyModel
+from baton.runtime.steps.step_budget import StepTargets
 from baton.v1 import common_pb2, inference_pb2
 
 # Most step costs that are kept for the next load report.

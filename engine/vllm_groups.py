@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from baton.engine.vllm_refusals import has_kv_draft
 from baton.kvtransfer.layout import KvLayout
-from baton.runtime.kv_groups import KvGroup
+from baton.runtime.kv.kv_groups import KvGroup
 
 # vLLM's names of layers with a recurrent state.
 _RECURRENT = ("mamba", "linear_attention")

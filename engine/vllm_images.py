@@ -27,7 +27,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from baton.engine.base import EngineRequest, RenderedPrompt, RequestRejected
 from baton.runtime.errors import InvalidArgument
-from baton.runtime.prompt_images import image_id
+from baton.runtime.prompts.prompt_images import image_id
 from baton.v1 import common_pb2, inference_pb2
 
 # Architectures whose answers were compared with those of one plain vLLM (docs/models.md).

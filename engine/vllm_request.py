@@ -19,7 +19,7 @@ from baton.engine.base import EngineRequest, Logprob, RequestRejected
 from baton.engine.vllm_forced_tokens import EXTRA_ARG
 from baton.kvtransfer.connector import request_params
 from baton.kvtransfer.connector.request_params import DropOrder
-from baton.runtime.sampling import OPTIONAL_FIELDS, given, needs_exact_state
+from baton.runtime.prompts.sampling import OPTIONAL_FIELDS, given, needs_exact_state
 from baton.v1 import common_pb2
 
 

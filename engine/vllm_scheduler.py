@@ -3,9 +3,9 @@
 vLLM's own scheduler gives the tokens of a step to its running requests in the order of a list, then
 to waiting requests, up to a fixed number. A long prompt then delays all streams by a whole step,
 and a short prompt waits until the long one is computed. The classes here decide before each step
-how many tokens each prompt gets (engine/step_planner.py, runtime/step_budget.py). They impose this
-on vLLM by the order of `running` and of `waiting`, by `max_num_scheduled_tokens`, and by hooks that
-bound the tokens of a single prompt. vLLM still does everything else in the step: blocks,
+how many tokens each prompt gets (engine/step_planner.py, runtime/steps/step_budget.py). They impose
+this on vLLM by the order of `running` and of `waiting`, by `max_num_scheduled_tokens`, and by hooks
+that bound the tokens of a single prompt. vLLM still does everything else in the step: blocks,
 preemption, the prefix cache, handoffs and speculation. At start, engine/vllm_scheduler_class.py
 checks that vLLM has the names used here.
 """
@@ -31,8 +31,8 @@ from baton.engine.vllm_step_plan import Candidate, StepPlan, StepRequests, Waiti
 from baton.engine.vllm_step_targets import TargetsReader
 from baton.engine.warm_up import is_warm_up
 from baton.kvtransfer.connector.request_params import RequestParams, read_itl_s
-from baton.runtime.latency import LatencyModel
-from baton.runtime.step_budget import Prompt, StreamPace, Streams, prompt_order
+from baton.runtime.steps.latency import LatencyModel
+from baton.runtime.steps.step_budget import Prompt, StreamPace, Streams, prompt_order
 
 # Key in kv_connector_extra_config; the value has the keys "socket" (the transfer service's control
 # socket) and "prior" (LatencyModel's fields).

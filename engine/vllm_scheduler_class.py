@@ -28,7 +28,7 @@ from baton.kvtransfer.connector.vllm_names import (
     missing_members,
     require,
 )
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 
 _log = logging.getLogger(__name__)
 

@@ -45,8 +45,8 @@ from baton.kvtransfer.connector.tiers.disk_tier import DISK, disk_options, most_
 from baton.kvtransfer.connector.tiers.host_tier import HOST_BYTES, host_options
 from baton.kvtransfer.disk.directory import DiskDirectory, namespace_of
 from baton.kvtransfer.layout import KvLayout
-from baton.runtime.latency import LatencyModel
-from baton.runtime.orphans import EndsWithParent
+from baton.runtime.process.orphans import EndsWithParent
+from baton.runtime.steps.latency import LatencyModel
 from baton.v1 import common_pb2
 
 _log = logging.getLogger(__name__)

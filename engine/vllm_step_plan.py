@@ -13,7 +13,7 @@ from typing import NamedTuple
 from vllm.v1.request import Request
 
 from baton.engine.vllm_adapter_slots import AdapterSlots
-from baton.runtime.step_budget import Prompt
+from baton.runtime.steps.step_budget import Prompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)

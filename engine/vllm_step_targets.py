@@ -12,8 +12,8 @@ import mmap
 import struct
 from pathlib import Path
 
-from baton.runtime.step_budget import StepTargets
-from baton.runtime.worker_directory import STEP_TARGETS
+from baton.runtime.process.worker_directory import STEP_TARGETS
+from baton.runtime.steps.step_budget import StepTargets
 
 # itl_s (infinite: no target), longest_gap_s, prompt_step_s.
 _NUMBERS = struct.Struct("<ddd")

@@ -38,8 +38,8 @@ from baton.gateway.responses_route import RESPONSES, Responses
 from baton.gateway.route_table import RouteTable
 from baton.gateway.tokenize_routes import TokenizeRoutes
 from baton.runtime.config import HttpConfig
-from baton.runtime.refusals import Refusals
-from baton.runtime.security_config import SecurityConfig
+from baton.runtime.security.refusals import Refusals
+from baton.runtime.security.security_config import SecurityConfig
 
 if TYPE_CHECKING:
     from baton.gateway.batches.runner import BatchRunner

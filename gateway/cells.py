@@ -21,7 +21,7 @@ from baton.gateway.cell import Cell
 from baton.gateway.error_responses import HttpError
 from baton.runtime.closing import AsyncClosing
 from baton.runtime.errors import RemoteError
-from baton.runtime.long_tasks import keep_running
+from baton.runtime.process.long_tasks import keep_running
 from baton.v1 import common_pb2
 
 # HTTP statuses that mean that a cell gave no response.

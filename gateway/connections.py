@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from baton.gateway.error_responses import HttpError
 from baton.gateway.metrics import GatewayStats
 from baton.runtime.config import HttpConfig
-from baton.runtime.tls import Handshakes
+from baton.runtime.security.tls import Handshakes
 
 # Time that a refused client has to read the error response before the connection is closed.
 LINGER_S = 1.0

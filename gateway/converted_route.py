@@ -28,7 +28,7 @@ from baton.gateway.connections import CHUNK_WRITER, ChunkWriter
 from baton.gateway.coordinator_queries import with_bearer
 from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError, internal_error
 from baton.gateway.metrics import GatewayStats
-from baton.runtime import logs
+from baton.runtime.process import logs
 
 T = TypeVar("T")
 

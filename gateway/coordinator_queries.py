@@ -17,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from baton.gateway import error_responses
 from baton.gateway.error_responses import HttpError
 from baton.runtime.errors import RemoteError
-from baton.runtime.secret_format import fits_header, secret_of
+from baton.runtime.security.secret_format import fits_header, secret_of
 
 T = TypeVar("T")
 

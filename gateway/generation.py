@@ -45,7 +45,7 @@ from baton.runtime.names import REQUEST_IDS
 
 if TYPE_CHECKING:
     from baton.gateway.vllm_parsers import ChatOutputParser, ChoiceOutputParser
-    from baton.runtime.tokenization import Tokenizer
+    from baton.runtime.prompts.tokenization import Tokenizer
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from baton.gateway.caller_slots import CallerSlots
-from baton.runtime.histogram import Histogram
+from baton.runtime.telemetry.histogram import Histogram
 
 _LANES = ("interactive", "batch")
 _FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)

@@ -6,10 +6,10 @@ import hmac
 from collections.abc import Mapping
 
 from baton.gateway.error_responses import HttpError
-from baton.runtime.dial import bearer
-from baton.runtime.refusals import Refusals
-from baton.runtime.security_config import SecurityConfig
-from baton.runtime.watched_file import WatchedFiles, watched_secret
+from baton.runtime.security.dial import bearer
+from baton.runtime.security.refusals import Refusals
+from baton.runtime.security.security_config import SecurityConfig
+from baton.runtime.security.watched_file import WatchedFiles, watched_secret
 
 
 class MetricsAuth:

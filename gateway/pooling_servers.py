@@ -19,7 +19,7 @@ from baton.gateway.error_responses import HttpError
 from baton.gateway.metrics import GatewayStats
 from baton.runtime.closing import AsyncClosing
 from baton.runtime.config import PoolingConfig
-from baton.runtime.long_tasks import keep_running
+from baton.runtime.process.long_tasks import keep_running
 
 _log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from baton.runtime.errors import InvalidArgument
 from baton.v1 import common_pb2
 
 if TYPE_CHECKING:
-    from baton.runtime.tokenization import Tokenizer
+    from baton.runtime.prompts.tokenization import Tokenizer
 
 T = TypeVar("T")
 
@@ -131,7 +131,7 @@ async def render_prompts(
 
 def _tokenizer(path: str) -> Tokenizer:
     # Imported late: the import takes longer than the start of a gateway.
-    from baton.runtime.tokenization import Tokenizer
+    from baton.runtime.prompts.tokenization import Tokenizer
 
     return Tokenizer(path)
 

@@ -26,14 +26,14 @@ from baton.gateway.cell import Cell, OutputParsersFactory
 from baton.gateway.cells import Cells
 from baton.gateway.connections import protocol_factory
 from baton.gateway.coordinator_queries import QueryLimiter
-from baton.runtime import logs
 from baton.runtime.config import HttpConfig
 from baton.runtime.config_error import ConfigError
-from baton.runtime.lifecycle import draining, frozen_heap, stop_requested
-from baton.runtime.long_tasks import log_failure
-from baton.runtime.open_files import connection_limit, open_file_limit
-from baton.runtime.security_config import SecurityConfig
-from baton.runtime.tls import CONFIG_KEYS, Handshakes, TlsFiles
+from baton.runtime.process import logs
+from baton.runtime.process.lifecycle import draining, frozen_heap, stop_requested
+from baton.runtime.process.long_tasks import log_failure
+from baton.runtime.process.open_files import connection_limit, open_file_limit
+from baton.runtime.security.security_config import SecurityConfig
+from baton.runtime.security.tls import CONFIG_KEYS, Handshakes, TlsFiles
 
 _log = logging.getLogger(__name__)
 

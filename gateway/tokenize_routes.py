@@ -16,12 +16,12 @@ from baton.gateway.caller_slots import CallerSlots
 from baton.gateway.cells import Cells
 from baton.gateway.coordinator_queries import request_credential
 from baton.gateway.error_responses import invalid_value, model_not_found
-from baton.runtime.chat_continuation import check_continuation
 from baton.runtime.errors import InvalidArgument, RemoteError
+from baton.runtime.prompts.chat_continuation import check_continuation
 from baton.v1 import common_pb2
 
 if TYPE_CHECKING:
-    from baton.runtime.tokenization import Tokenizer
+    from baton.runtime.prompts.tokenization import Tokenizer
 
 T = TypeVar("T")
 

@@ -42,7 +42,7 @@ from baton.gateway.parsed_request import ParsedRequest
 from baton.gateway.rendered_prompt import TokenizerResource
 from baton.gateway.request_bodies import ChatBody
 from baton.runtime.config_error import ConfigError
-from baton.runtime.tokenization import model_type
+from baton.runtime.prompts.tokenization import model_type
 from baton.v1 import common_pb2
 
 # The body fields that vLLM's parsers read.

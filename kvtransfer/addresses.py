@@ -7,16 +7,16 @@ from collections.abc import Iterable
 
 import grpc
 
-from baton.runtime import rpc
-from baton.runtime.addresses import (
+from baton.runtime.config_error import ConfigError
+from baton.runtime.kv.kv_transfer_config import KvTransferConfig
+from baton.runtime.network import rpc
+from baton.runtime.network.addresses import (
     is_wildcard,
     joined,
     local_address,
     outward_address,
     split_address,
 )
-from baton.runtime.config_error import ConfigError
-from baton.runtime.kv_transfer_config import KvTransferConfig
 
 
 def with_listen_address(config: KvTransferConfig, coordinator: str) -> KvTransferConfig:

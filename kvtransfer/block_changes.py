@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CacheChange:
-    """Change of one tier of an engine's KV blocks, by block hash (runtime/block_hashes.py).
+    """Change of one tier of an engine's KV blocks, by block hash (runtime/prompts/block_hashes.py).
 
     An engine with other hashes computes these hashes for its report. The order of events is:
     `cleared`, then `removed`, then `stored`. A block is stored after the block before it and

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from baton.runtime.kv_groups import KvGroup
+from baton.runtime.kv.kv_groups import KvGroup
 
 _FILE = "engine-groups.json"
 

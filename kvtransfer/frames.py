@@ -22,7 +22,7 @@ import xxhash
 
 from baton.kvtransfer.errors import MalformedFrame
 from baton.kvtransfer.layout import PROTOCOL_VERSION
-from baton.runtime.rpc import MAX_FRAME_BYTES
+from baton.runtime.network.rpc import MAX_FRAME_BYTES
 from baton.v1 import kv_transfer_pb2
 
 HANDOFF_ID_BYTES = 16

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from baton.runtime import kv_fingerprint, kv_groups
-from baton.runtime.kv_groups import KvGroup
+from baton.runtime.kv import kv_fingerprint, kv_groups
+from baton.runtime.kv.kv_groups import KvGroup
 from baton.v1 import kv_transfer_pb2
 
 # Version of the frames and of the meaning of their bytes.

@@ -19,7 +19,7 @@ from baton.kvtransfer.engine_port import EnginePort
 from baton.kvtransfer.errors import ServiceGone
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.transfer_client import TransferClient
-from baton.runtime.kv_transfer_config import KvTransferConfig
+from baton.runtime.kv.kv_transfer_config import KvTransferConfig
 from baton.v1 import kv_transfer_pb2 as pb
 
 

@@ -14,10 +14,10 @@ from google.protobuf.message import DecodeError
 from baton.kvtransfer import local_wire
 from baton.kvtransfer.arena import SEGMENT_DIRECTORY, remove_leftovers
 from baton.kvtransfer.errors import ServiceGone, TransferError, TransferRefused
-from baton.runtime import output_streams
-from baton.runtime.kv_transfer_config import KvTransferConfig
-from baton.runtime.long_tasks import log_failure
-from baton.runtime.security_config import SecurityConfig
+from baton.runtime.kv.kv_transfer_config import KvTransferConfig
+from baton.runtime.process import output_streams
+from baton.runtime.process.long_tasks import log_failure
+from baton.runtime.security.security_config import SecurityConfig
 from baton.v1 import kv_transfer_pb2 as pb
 
 HandoffEvent = pb.LocalHandoffState | pb.LocalSendState

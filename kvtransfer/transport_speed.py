@@ -16,7 +16,7 @@ from baton.kvtransfer.engine_port import filled_frame, split_blocks
 from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.loopback import Worker
-from baton.runtime.kv_transfer_config import KvTransferConfig
+from baton.runtime.kv.kv_transfer_config import KvTransferConfig
 from baton.v1 import kv_transfer_pb2 as pb
 
 # Largest handoff of a measurement; longer ones take proportionally longer.
@@ -58,7 +58,7 @@ async def measure(
     """Moves handoffs one after the other from the staging of one service to that of another.
 
     Args:
-        transport: Name of the transport (runtime/kv_transports.py).
+        transport: Name of the transport (runtime/kv/kv_transports.py).
         layout: Layout of the KV cache.
         num_blocks: Number of blocks of each handoff.
         directory: Directory of the services' sockets: a short path that only this user can enter.

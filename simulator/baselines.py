@@ -14,7 +14,7 @@ from baton.coordinator.state.pools import POOLS, Pool
 from baton.coordinator.state.scaling_config import ScalingConfig, Targets
 from baton.coordinator.state.scaling_decision import Action, Decision, Drain, SetSize
 from baton.load.traces import Arrival
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 from baton.runtime.ttft_target import TtftTarget
 from baton.simulator.policies import decision
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from baton.runtime.durations import to_seconds
-from baton.runtime.fetches import tokens_to_send
+from baton.runtime.kv.fetches import tokens_to_send
 from baton.simulator.parts import Shape, SimulatedRequest
 from baton.v1 import cluster_pb2, kv_transfer_pb2
 

@@ -11,7 +11,7 @@ from baton.coordinator.state.scaling_config import Targets, in_seconds
 from baton.load.traces import Arrival, longest
 from baton.runtime.config import BatonConfig, SimulatedConfig, StepsConfig, parse
 from baton.runtime.durations import to_seconds
-from baton.runtime.step_budget import StepTargets
+from baton.runtime.steps.step_budget import StepTargets
 from baton.simulator import comparison
 from baton.simulator.comparison import Row, Setup
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2

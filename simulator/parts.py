@@ -8,8 +8,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.runtime.latency import LatencyModel
-from baton.runtime.step_budget import StreamPace
+from baton.runtime.steps.latency import LatencyModel
+from baton.runtime.steps.step_budget import StreamPace
 from baton.v1 import cluster_pb2
 
 
@@ -23,8 +23,8 @@ class Shape:
             no limit, for systems whose dispatcher ignores the size.
         chunked: Whether a prompt may be computed in several steps (chunked prefill).
         follows_step_targets: Whether step targets limit the steps, as in Baton's scheduler
-            (runtime/step_budget.py). Otherwise prompts are computed first come, first served, up to
-            `max_num_batched_tokens` per step, as in vLLM.
+            (runtime/steps/step_budget.py). Otherwise prompts are computed first come, first served,
+            up to `max_num_batched_tokens` per step, as in vLLM.
         join_reserve_share: Share of the KV cache that must stay free when a request joins the
             batch.
         swaps: Whether a preempted request keeps its KV cache (in CPU memory); if not, it is

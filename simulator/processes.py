@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any, TypeVar
 
-from baton.runtime.orphans import EndsWithParent
+from baton.runtime.process.orphans import EndsWithParent
 
 Value = TypeVar("Value")
 Result = TypeVar("Result")

@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from baton.runtime.step_budget import Prompt, StepTargets, Streams, prompt_order, prompt_tokens
+from baton.runtime.steps.step_budget import (
+    Prompt,
+    StepTargets,
+    Streams,
+    prompt_order,
+    prompt_tokens,
+)
 from baton.simulator.parts import Shape, SimulatedRequest
 
 # Prompts in a step, each with the number of its tokens that the step computes.

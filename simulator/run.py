@@ -17,7 +17,7 @@ from baton.coordinator.state.scaling_config import (
 from baton.load import traces
 from baton.load.traces import Arrival
 from baton.runtime.config import BatonConfig, SimulatedConfig
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 from baton.simulator.baselines import Hindsight, Hpa, Planner, hpa_decode_depth, needed_sizes
 from baton.simulator.cell import ColdStart, SimulatedCell
 from baton.simulator.colocated import ColocatedCell

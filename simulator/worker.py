@@ -5,8 +5,8 @@ prompt to compute, or when tokens must be sent to the coordinator. The worker se
 of a request at once, the last tokens when the request ends, and the others every `flush_s`. Load
 reports show the exact state at the time of the report, also in the middle of a run.
 
-With `Shape.follows_step_targets`, prompts get their tokens by the policy of runtime/step_budget.py,
-as in Baton's engines; otherwise first come, first served, as in vLLM.
+With `Shape.follows_step_targets`, prompts get their tokens by the policy of
+runtime/steps/step_budget.py, as in Baton's engines; otherwise first come, first served, as in vLLM.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import WorkerKey
 from baton.load.duration_histogram import DurationHistogram
 from baton.runtime.durations import to_seconds
-from baton.runtime.latency import PrefillChunk
-from baton.runtime.request_targets import due_in_s, own_itl_s
-from baton.runtime.step_budget import StepTargets, StreamPace, Streams
-from baton.runtime.step_messages import from_message
+from baton.runtime.steps.latency import PrefillChunk
+from baton.runtime.steps.request_targets import due_in_s, own_itl_s
+from baton.runtime.steps.step_budget import StepTargets, StreamPace, Streams
+from baton.runtime.steps.step_messages import from_message
 from baton.simulator.fetches import Fetches
 from baton.simulator.kv_room import num_blocks, num_steps_that_fit
 from baton.simulator.parts import Run, Shape, SimulatedRequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from baton.runtime.block_hashes import block_hashes, root_of
+from baton.runtime.prompts.block_hashes import block_hashes, root_of
 from baton.simulator.parts import PrefixCache, Shape, SimulatedRequest
 from baton.v1 import cluster_pb2
 

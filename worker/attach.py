@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 
-from baton.runtime import rpc
-from baton.runtime.dial import PLAIN, Dial
 from baton.runtime.durations import to_seconds
 from baton.runtime.errors import connection_failure
+from baton.runtime.network import rpc
+from baton.runtime.security.dial import PLAIN, Dial
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
 from baton.worker.host import WorkerHost
 from baton.worker.load_reports import LoadReports

@@ -11,8 +11,8 @@ from baton.engine.base import EngineOutput, EngineRequest, Finish, Logprob
 from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.runtime.durations import to_seconds
 from baton.runtime.errors import BatonError, Internal, Unavailable
-from baton.runtime.request_digest import request_digest
-from baton.runtime.request_targets import due_in_s, own_itl_s
+from baton.runtime.prompts.request_digest import request_digest
+from baton.runtime.steps.request_targets import due_in_s, own_itl_s
 from baton.v1 import cluster_pb2, common_pb2
 
 _numbers = itertools.count(1)

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from baton.engine.base import Engine
-from baton.runtime.cache_drops import DROP_TIMEOUT_S
 from baton.runtime.errors import DeadlineExceeded, Internal, to_message
+from baton.runtime.kv.cache_drops import DROP_TIMEOUT_S
 from baton.v1 import cluster_pb2
 from baton.worker.command_tasks import CommandTasks
 from baton.worker.outbox import Outbox

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton.runtime.visible_gpus import visible_gpus
+from baton.runtime.process.visible_gpus import visible_gpus
 
 _log = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from baton.runtime.handoff_metrics import EXPOSED_S, outcome_label, reason_label, transport_label
-from baton.runtime.histogram import Histogram
+from baton.runtime.kv.handoff_metrics import EXPOSED_S, outcome_label, reason_label, transport_label
 from baton.runtime.names import request_name_parts
-from baton.runtime.tracing import Span, Tracing
+from baton.runtime.telemetry.histogram import Histogram
+from baton.runtime.telemetry.tracing import Span, Tracing
 from baton.v1 import cluster_pb2, kv_transfer_pb2
 
 SEND, RECEIVE = "send", "receive"

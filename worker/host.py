@@ -12,7 +12,7 @@ from baton.engine.base import Engine
 from baton.runtime.durations import to_seconds
 from baton.runtime.enum_names import role_name
 from baton.runtime.errors import Unavailable
-from baton.runtime.step_messages import from_message
+from baton.runtime.steps.step_messages import from_message
 from baton.v1 import cluster_pb2, common_pb2
 from baton.worker.metrics import WorkerCollector
 from baton.worker.outbox import Outbox

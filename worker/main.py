@@ -10,11 +10,11 @@ from collections.abc import Callable
 from baton.engine.base import Engine
 from baton.engine.served_model import ServedModel
 from baton.engine.simulated import SimulatedEngine
-from baton.runtime import lifecycle, logs, output_streams, quick_exit
 from baton.runtime.config import BatonConfig, PoolConfig
 from baton.runtime.config_error import ConfigError
 from baton.runtime.enum_names import role_name
-from baton.runtime.latency import LatencyModel
+from baton.runtime.process import lifecycle, logs, output_streams, quick_exit
+from baton.runtime.steps.latency import LatencyModel
 from baton.v1 import common_pb2
 from baton.worker.errors import WorkerFailed
 from baton.worker.worker import EngineFactory, Worker
@@ -125,7 +125,8 @@ async def serve(
         role: ROLE_PREFILL or ROLE_DECODE.
         coordinator: host:port to attach to.
         worker_id: ID that is unique in the cluster.
-        directory: Directory of the worker's sockets (runtime/worker_directory.py); "" makes one.
+        directory: Directory of the worker's sockets (runtime/process/worker_directory.py); "" makes
+        one.
         stop: Event that makes the worker drain and leave; None means SIGINT and SIGTERM.
         ready: Called with the worker's ID once it is attached.
         engine_factory: Makes the engine.

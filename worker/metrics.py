@@ -16,7 +16,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from baton.runtime.handoff_metrics import reason_label, transport_label
+from baton.runtime.kv.handoff_metrics import reason_label, transport_label
 from baton.v1 import cluster_pb2, kv_transfer_pb2
 from baton.worker.handoffs import RECEIVE, SEND, HandoffCounts
 

@@ -24,11 +24,11 @@ from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.transports import registry
 from baton.kvtransfer.transports.transport import ServiceContext
-from baton.runtime import kv_fingerprint
 from baton.runtime.config import BatonConfig, PoolConfig
 from baton.runtime.config_error import ConfigError
-from baton.runtime.free_memory import free_bytes
-from baton.runtime.kv_transports import TRANSPORTS
+from baton.runtime.kv import kv_fingerprint
+from baton.runtime.kv.kv_transports import TRANSPORTS
+from baton.runtime.process.free_memory import free_bytes
 from baton.worker.main import vllm_missing, vllm_model
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from baton.engine.base import (
 from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.handoff_orders import SendHandoff
 from baton.runtime.durations import to_seconds
-from baton.runtime.fetches import tokens_to_send
+from baton.runtime.kv.fetches import tokens_to_send
 from baton.v1 import cluster_pb2
 from baton.worker.sends import Send, Sends
 

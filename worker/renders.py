@@ -7,7 +7,7 @@ import asyncio
 from baton.engine.base import Engine
 from baton.runtime.durations import to_seconds
 from baton.runtime.errors import InvalidArgument
-from baton.runtime.rpc import MAX_MESSAGE_BYTES
+from baton.runtime.network.rpc import MAX_MESSAGE_BYTES
 from baton.v1 import cluster_pb2
 from baton.worker.command_tasks import CommandTasks
 from baton.worker.outbox import Outbox

@@ -21,15 +21,16 @@ from baton.kvtransfer import staging_size
 from baton.kvtransfer.addresses import with_listen_address
 from baton.kvtransfer.errors import ServiceGone, TransferError
 from baton.kvtransfer.transfer_client import TransferClient
-from baton.runtime import exposure, lifecycle, tracing, worker_directory
-from baton.runtime.config import BatonConfig, PoolConfig
-from baton.runtime.dial import within_cluster
+from baton.runtime.config import BatonConfig, PoolConfig, exposure
 from baton.runtime.enum_names import role_name
-from baton.runtime.metrics import MetricsServer
 from baton.runtime.names import FIRST_REVISION
-from baton.runtime.refusals import Refusals
-from baton.runtime.tracing import Tracing
-from baton.runtime.worker_directory import WorkerDirectory
+from baton.runtime.process import lifecycle, worker_directory
+from baton.runtime.process.worker_directory import WorkerDirectory
+from baton.runtime.security.dial import within_cluster
+from baton.runtime.security.refusals import Refusals
+from baton.runtime.telemetry import tracing
+from baton.runtime.telemetry.metrics import MetricsServer
+from baton.runtime.telemetry.tracing import Tracing
 from baton.v1 import common_pb2
 from baton.worker import gpus
 from baton.worker.attach import Attachment

@@ -43,7 +43,7 @@ from baton.coordinator.state.timers import CoreTimer
 from baton.coordinator.state.workers import Worker
 from baton.coordinator.telemetry.stats import CoreStats
 from baton.runtime import errors
-from baton.runtime.step_messages import to_message
+from baton.runtime.steps.step_messages import to_message
 from baton.v1 import cluster_pb2, common_pb2
 
 

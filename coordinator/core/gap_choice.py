@@ -1,10 +1,10 @@
 """Chooses the longest gap between tokens in an elastic cell whose operator has not set it.
 
 The longest gap is a multiple of the ITL target: 1.2 by default, and 3 with long gaps
-(runtime/step_budget.py). With long gaps, a step may compute more prompt tokens than the streams
-have saved time for; the streams borrow that time, and later steps are shorter to make up for it.
-More prompts are then in time on workers whose decode steps take most of the ITL target, and in
-cells where nearly every worker has streams.
+(runtime/steps/step_budget.py). With long gaps, a step may compute more prompt tokens than the
+streams have saved time for; the streams borrow that time, and later steps are shorter to make up
+for it. More prompts are then in time on workers whose decode steps take most of the ITL target, and
+in cells where nearly every worker has streams.
 
 A stream must live long enough to make up for the borrowed time, and prompts must be short, so that
 it does not have to borrow again too soon. In simulations, a choice by the momentary load was worse
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from baton.runtime.step_budget import FAST_SHARE
+from baton.runtime.steps.step_budget import FAST_SHARE
 
 # Largest cell that gets long gaps, in workers. In simulations with the Azure conversation trace,
 # cells of 4 to 6 workers gained little and cells of 8 workers lost.

@@ -6,8 +6,8 @@ from baton.coordinator.core.gap_choice import LEAST_OUTPUTS, GapChoice, Workload
 from baton.coordinator.core.parts import Parts
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
-from baton.runtime.step_budget import StepTargets
-from baton.runtime.step_messages import to_message
+from baton.runtime.steps.step_budget import StepTargets
+from baton.runtime.steps.step_messages import to_message
 from baton.v1 import common_pb2
 
 # Time between two updates of the choice, in seconds. A change of workers updates it at once.

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from baton.runtime import affinity
 from baton.runtime.config import BatonConfig
+from baton.runtime.process import affinity
 
 _NVIDIA_DRIVER = Path("/dev/nvidiactl")
 

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 
-from baton.runtime.orphans import end_with_parent
+from baton.runtime.process.orphans import end_with_parent
 
 
 def bound_to_parent(*command: str) -> tuple[str, ...]:

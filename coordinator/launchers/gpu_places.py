@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from baton.runtime.visible_gpus import VISIBLE, visible_gpus
+from baton.runtime.process.visible_gpus import VISIBLE, visible_gpus
 
 _DEVICE = re.compile(r"nvidia\d+")
 

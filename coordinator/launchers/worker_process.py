@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.coordinator.launchers.end_with_parent import bound_to_parent, lead_group
-from baton.runtime import output_streams, worker_directory
-from baton.runtime.long_tasks import log_failure
-from baton.runtime.worker_directory import WorkerDirectory
+from baton.runtime.process import output_streams, worker_directory
+from baton.runtime.process.long_tasks import log_failure
+from baton.runtime.process.worker_directory import WorkerDirectory
 
 _log = logging.getLogger(__name__)
 

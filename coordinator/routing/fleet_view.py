@@ -22,7 +22,7 @@ from baton.coordinator.routing.speeds.transfers import Transfers
 from baton.coordinator.state.core_clock import CoreClock
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import PredictedSpeeds, SessionKey, WorkerKey
-from baton.runtime.step_budget import StepTargets
+from baton.runtime.steps.step_budget import StepTargets
 from baton.v1 import cluster_pb2
 
 # Maximum number of sessions; the least recently used are dropped.

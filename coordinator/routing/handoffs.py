@@ -11,8 +11,8 @@ from baton.coordinator.routing.loads.worker_traits import (
 from baton.coordinator.routing.prompt_blocks import PromptBlocks
 from baton.coordinator.state.requests import Request, WorkerKey
 from baton.coordinator.state.workers import AttachedWorkers
-from baton.runtime import kv_fingerprint
-from baton.runtime.sampling import needs_exact_state
+from baton.runtime.kv import kv_fingerprint
+from baton.runtime.prompts.sampling import needs_exact_state
 
 
 class Handoffs:

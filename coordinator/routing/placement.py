@@ -32,7 +32,7 @@ from baton.coordinator.state.pools import POOL_OF, Pool
 from baton.coordinator.state.requests import Request, WorkerKey
 from baton.coordinator.state.workers import AttachedWorkers, Worker
 from baton.coordinator.telemetry.recent_values import RecentValues
-from baton.runtime.step_budget import StepTargets
+from baton.runtime.steps.step_budget import StepTargets
 from baton.v1 import common_pb2
 
 _BATCH = common_pb2.LANE_BATCH

@@ -19,7 +19,7 @@ from baton.coordinator.state.requests import RequestKey, SessionKey, WorkerKey
 from baton.coordinator.state.scaling_config import in_seconds
 from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.coordinator.telemetry.recent_values import RecentValues
-from baton.runtime.step_budget import StepTargets
+from baton.runtime.steps.step_budget import StepTargets
 from baton.v1 import cluster_pb2
 
 # Number of recent prompts, the same as of recent outputs.

@@ -15,7 +15,7 @@ from baton.coordinator.routing.prompt_blocks import PromptBlocks
 from baton.coordinator.routing.request_needs import RequestNeeds
 from baton.coordinator.state.requests import Prediction, Request, Submission
 from baton.coordinator.state.workers import AttachedWorkers
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 from baton.v1 import common_pb2
 
 

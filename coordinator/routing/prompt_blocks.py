@@ -9,8 +9,8 @@ from baton.coordinator.routing.loads.worker_traits import block_size_of
 from baton.coordinator.routing.prefixes.prefix_match import PrefixMatch
 from baton.coordinator.state.requests import Request, Submission
 from baton.coordinator.state.workers import AttachedWorkers
-from baton.runtime.block_hashes import block_hashes, root_of
-from baton.runtime.prompt_images import ImageKey, block_keys
+from baton.runtime.prompts.block_hashes import block_hashes, root_of
+from baton.runtime.prompts.prompt_images import ImageKey, block_keys
 
 _NO_BLOCKS = array("Q")
 

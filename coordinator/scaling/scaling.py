@@ -31,8 +31,8 @@ from baton.coordinator.state.scaling_decision import Action, Drain, Flip, PoolDe
 from baton.coordinator.state.timers import CoreTimer, Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.coordinator.telemetry.stats import CoreStats
-from baton.runtime import kv_fingerprint
 from baton.runtime.errors import BatonError, FailedPrecondition
+from baton.runtime.kv import kv_fingerprint
 
 # Minimum time between two decisions when an event requests a decision.
 _SOONEST_S = 0.2

@@ -28,7 +28,7 @@ from baton.coordinator.telemetry.times import timestamp
 from baton.runtime.config import BatonConfig
 from baton.runtime.durations import duration
 from baton.runtime.errors import BatonError, InvalidArgument, NotFound, Unavailable, abort, shown
-from baton.runtime.latency_fit import StepErrors
+from baton.runtime.steps.latency_fit import StepErrors
 from baton.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, common_pb2
 
 Q = TypeVar("Q")

@@ -7,8 +7,8 @@ import secrets
 from collections.abc import Callable, Collection, Sequence
 
 from baton.coordinator.state.requests import WorkerKey
-from baton.runtime.cache_drops import DROP_TIMEOUT_S
 from baton.runtime.errors import BatonError, DeadlineExceeded, Unavailable, from_message
+from baton.runtime.kv.cache_drops import DROP_TIMEOUT_S
 from baton.v1 import cluster_pb2
 
 # Maximum number of block hashes in one command, because a command is one message. More hashes are

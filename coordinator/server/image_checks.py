@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from baton.runtime.config import ImagesConfig
 from baton.runtime.errors import InvalidArgument, ResourceExhausted
-from baton.runtime.prompt_images import FORMATS, image_format, images_of
+from baton.runtime.prompts.prompt_images import FORMATS, image_format, images_of
 from baton.v1 import inference_pb2
 
 

@@ -14,7 +14,6 @@ from baton.coordinator.server.shell import ClientSession, Shell
 from baton.coordinator.server.stall import StallGuard, slow_reader
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import StreamKey
-from baton.runtime.access import ANYONE, Caller
 from baton.runtime.config import CoordinatorConfig
 from baton.runtime.errors import (
     BatonError,
@@ -24,8 +23,9 @@ from baton.runtime.errors import (
     Unauthenticated,
     abort,
 )
-from baton.runtime.guard import authorization
-from baton.runtime.unchecked_calls import CURRENT, evicted_error
+from baton.runtime.security.access import ANYONE, Caller
+from baton.runtime.security.guard import authorization
+from baton.runtime.security.unchecked_calls import CURRENT, evicted_error
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 # Seconds within which a session must be charged to a tenant: it must send a request with a valid

@@ -27,7 +27,6 @@ from baton.coordinator.server.validation import (
 )
 from baton.coordinator.state.lanes import LANES, lane_config
 from baton.coordinator.state.requests import Request, StreamKey, Submission, with_max_tokens
-from baton.runtime.access import ANYONE, Access, Caller
 from baton.runtime.config import BatonConfig
 from baton.runtime.enum_names import lane_name
 from baton.runtime.errors import (
@@ -38,7 +37,8 @@ from baton.runtime.errors import (
 )
 from baton.runtime.fair_places import FairPlaces
 from baton.runtime.names import DEFAULT_TENANT, cache_salt_of
-from baton.runtime.tokenization import Tokenizer
+from baton.runtime.prompts.tokenization import Tokenizer
+from baton.runtime.security.access import ANYONE, Access, Caller
 from baton.runtime.ttft_target import TtftTarget
 from baton.v1 import common_pb2, inference_pb2
 

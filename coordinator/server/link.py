@@ -8,8 +8,8 @@ from collections import deque
 from baton.coordinator.state.events import Command
 from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.errors import BatonError, InvalidArgument
-from baton.runtime.rpc import MAX_MESSAGE_BYTES
-from baton.runtime.wire import field, length_tag, varint_tag
+from baton.runtime.network.rpc import MAX_MESSAGE_BYTES
+from baton.runtime.network.wire import field, length_tag, varint_tag
 from baton.v1 import cluster_pb2, common_pb2
 
 _MAX_KEPT_MESSAGES = 8192

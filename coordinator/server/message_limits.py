@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
-from baton.runtime import rpc
 from baton.runtime.config import BatonConfig
+from baton.runtime.network import rpc
 
 M = TypeVar("M", bound=Message)
 

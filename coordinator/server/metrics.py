@@ -18,7 +18,7 @@ from baton.coordinator.server.rollout_metrics import rollout_metrics
 from baton.coordinator.state.pools import ROLE_OF, Pool
 from baton.runtime.config import BatonConfig
 from baton.runtime.enum_names import lane_name
-from baton.runtime.histogram import Histogram
+from baton.runtime.telemetry.histogram import Histogram
 from baton.v1 import cluster_pb2
 
 # Histograms of LaneStats: attribute, metric name, help text.

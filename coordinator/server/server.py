@@ -28,18 +28,20 @@ from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import check_sizes
-from baton.runtime import demo_model, exposure, rpc, tracing
-from baton.runtime.access import Access
-from baton.runtime.addresses import is_wildcard, joined, outward_address
-from baton.runtime.config import BatonConfig
-from baton.runtime.dial import within_cluster
+from baton.runtime import demo_model
+from baton.runtime.config import BatonConfig, exposure
 from baton.runtime.errors import RESTARTING, BatonError, Unavailable
-from baton.runtime.lifecycle import draining, frozen_heap, stop_requested
-from baton.runtime.long_tasks import keep_running
-from baton.runtime.metrics import MetricsServer
-from baton.runtime.refusals import Refusals
-from baton.runtime.tokenization import Tokenizer
-from baton.runtime.tracing import Tracing
+from baton.runtime.network import rpc
+from baton.runtime.network.addresses import is_wildcard, joined, outward_address
+from baton.runtime.process.lifecycle import draining, frozen_heap, stop_requested
+from baton.runtime.process.long_tasks import keep_running
+from baton.runtime.prompts.tokenization import Tokenizer
+from baton.runtime.security.access import Access
+from baton.runtime.security.dial import within_cluster
+from baton.runtime.security.refusals import Refusals
+from baton.runtime.telemetry import tracing
+from baton.runtime.telemetry.metrics import MetricsServer
+from baton.runtime.telemetry.tracing import Tracing
 from baton.v1 import admin_pb2_grpc
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from baton.coordinator.state.requests import StreamKey
 from baton.runtime.errors import BatonError, from_message, to_message
-from baton.runtime.wire import field, length_tag, varint_tag
+from baton.runtime.network.wire import field, length_tag, varint_tag
 from baton.v1 import common_pb2, inference_pb2
 
 Event: TypeAlias = inference_pb2.Accepted | inference_pb2.Finished | BatonError

@@ -26,8 +26,8 @@ from baton.coordinator.state.requests import RequestKey, StreamKey, WorkerKey
 from baton.coordinator.state.slow_steps import Cause, Stall
 from baton.coordinator.telemetry.stalls import MAX_STALLS
 from baton.runtime.errors import BatonError, InvalidArgument
-from baton.runtime.rpc import MAX_MESSAGE_BYTES
-from baton.runtime.tracing import Tracing
+from baton.runtime.network.rpc import MAX_MESSAGE_BYTES
+from baton.runtime.telemetry.tracing import Tracing
 from baton.v1 import cluster_pb2, inference_pb2
 
 _log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from google.rpc import code_pb2
 
 from baton.coordinator.state.requests import EndedRequest
 from baton.runtime.enum_names import enum_name, lane_name
-from baton.runtime.tracing import Span
+from baton.runtime.telemetry.tracing import Span
 from baton.v1 import common_pb2
 
 

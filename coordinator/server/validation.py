@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.runtime.chat_continuation import check_continuation
 from baton.runtime.config import CoordinatorConfig, LaneConfig
 from baton.runtime.errors import ContextLengthExceeded, InvalidArgument, NotFound, shown
 from baton.runtime.names import (
@@ -24,7 +23,8 @@ from baton.runtime.names import (
     is_revision,
     is_tenant,
 )
-from baton.runtime.sampling import OPTIONAL_FIELDS, Range, given
+from baton.runtime.prompts.chat_continuation import check_continuation
+from baton.runtime.prompts.sampling import OPTIONAL_FIELDS, Range, given
 from baton.v1 import common_pb2, inference_pb2
 
 _ROUTE = re.compile(r"[A-Za-z0-9._/-]{1,64}")

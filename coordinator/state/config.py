@@ -14,8 +14,8 @@ from baton.runtime.config import (
     StepsConfig,
     TenantConfig,
 )
-from baton.runtime.latency import LatencyModel
 from baton.runtime.names import FIRST_REVISION
+from baton.runtime.steps.latency import LatencyModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple, NewType
 from baton.coordinator.state.recent_deltas import RecentDeltas
 from baton.runtime.errors import BatonError
 from baton.runtime.names import DEFAULT_TENANT, request_name
-from baton.runtime.request_digest import request_digest
-from baton.runtime.sampling import needs_exact_state
+from baton.runtime.prompts.request_digest import request_digest
+from baton.runtime.prompts.sampling import needs_exact_state
 from baton.runtime.ttft_target import TtftTarget
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2, inference_pb2
 

@@ -51,8 +51,8 @@ class TakenSession(NamedTuple):
 class SessionBlocks:
     """Remembers the blocks of the sessions used most recently; memory is bounded.
 
-    Hashes are chained (runtime/block_hashes.py): two chains have the blocks up to some index in
-    common, and none after it.
+    Hashes are chained (runtime/prompts/block_hashes.py): two chains have the blocks up to some
+    index in common, and none after it.
 
     Args:
         max_blocks: Most hashes that are remembered.

@@ -12,7 +12,6 @@ from baton.coordinator.state.pools import POOL_OF
 from baton.coordinator.state.requests import Request, RequestKey, WorkerKey
 from baton.coordinator.state.slow_steps import MAX_SLOW_STEPS, SlowStep
 from baton.coordinator.state.worker_ledger import WorkerLedger
-from baton.runtime import kv_fingerprint
 from baton.runtime.errors import (
     Aborted,
     AlreadyExists,
@@ -20,8 +19,9 @@ from baton.runtime.errors import (
     FailedPrecondition,
     InvalidArgument,
 )
+from baton.runtime.kv import kv_fingerprint
 from baton.runtime.names import FIRST_REVISION, REVISION_NAMES, is_revision
-from baton.runtime.sampling import needs_exact_state
+from baton.runtime.prompts.sampling import needs_exact_state
 from baton.v1 import cluster_pb2, common_pb2
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from baton.coordinator.state.workers import Worker
 from baton.coordinator.telemetry.fleet_stats import FleetStats
 from baton.coordinator.telemetry.recent import Recent, Stage
 from baton.coordinator.telemetry.sketch import Sketch
-from baton.runtime.handoff_metrics import EXPOSED_S, reason_label, transport_label
-from baton.runtime.histogram import Histogram
+from baton.runtime.kv.handoff_metrics import EXPOSED_S, reason_label, transport_label
+from baton.runtime.telemetry.histogram import Histogram
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 _FAST_S = (

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from baton.runtime.kv_groups import Kind, KvGroup
+from baton.runtime.kv.kv_groups import Kind, KvGroup
 
 # Subclasses of these types are refused: they keep more than the tokens' keys and values, or keep
 # other tokens.

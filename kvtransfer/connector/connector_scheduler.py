@@ -23,7 +23,7 @@ from baton.kvtransfer.connector.tiers.cached_blocks import CachedBlocks
 from baton.kvtransfer.connector.tiers.host_tier import HostTier
 from baton.kvtransfer.engine_port import EnginePort
 from baton.kvtransfer.layout import KvLayout
-from baton.runtime import affinity
+from baton.runtime.process import affinity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any, NamedTuple
 
-from baton.runtime.latency import PrefillChunk
+from baton.runtime.steps.latency import PrefillChunk
 
 
 class StepWork(NamedTuple):

@@ -56,8 +56,8 @@ from baton.kvtransfer.connector.tiers.host_tier import HOST_BYTES
 from baton.kvtransfer.engine_port import EnginePort
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.pipeline_stages import stage_of, whole_model
-from baton.runtime import quick_exit
-from baton.runtime.kv_groups import KvGroup
+from baton.runtime.kv.kv_groups import KvGroup
+from baton.runtime.process import quick_exit
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

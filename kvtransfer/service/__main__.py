@@ -2,7 +2,7 @@
 
 import sys
 
-from baton.runtime import quick_start
+from baton.runtime.process import quick_start
 
 
 def main() -> int:

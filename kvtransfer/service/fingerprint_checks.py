@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.kvtransfer.errors import TransferRefused
 from baton.kvtransfer.frames import MAX_PAYLOAD_BYTES
 from baton.kvtransfer.layout import PROTOCOL_VERSION, KvLayout
-from baton.runtime import kv_fingerprint
+from baton.runtime.kv import kv_fingerprint
 from baton.v1 import kv_transfer_pb2 as pb
 
 

@@ -15,8 +15,8 @@ from baton.kvtransfer.errors import MalformedFrame
 from baton.kvtransfer.grpc_methods import HANDOFF_METHOD, HANDOFF_NAME, SERVICE
 from baton.kvtransfer.service.handoff_stream import StreamHandler, StreamLost
 from baton.kvtransfer.transports.outgoing import OutgoingFrame
-from baton.runtime import rpc
-from baton.runtime.dial import PLAIN, Dial
+from baton.runtime.network import rpc
+from baton.runtime.security.dial import PLAIN, Dial
 from baton.v1 import kv_transfer_pb2
 
 logger = logging.getLogger(__name__)

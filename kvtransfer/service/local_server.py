@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from baton.kvtransfer import engine_groups, local_wire, start_phases
 from baton.kvtransfer.errors import TransferError
-from baton.runtime import worker_directory
+from baton.runtime.process import worker_directory
 from baton.v1 import kv_transfer_pb2 as pb
 
 # Limits of the bytes that a client has not read: above HIGH the service merges notifications, above

@@ -17,7 +17,7 @@ from baton.kvtransfer.service.receive_state import (
 )
 from baton.kvtransfer.service.receive_table import ReceiveTable
 from baton.kvtransfer.transports.negotiation import Choice
-from baton.runtime import kv_fingerprint
+from baton.runtime.kv import kv_fingerprint
 from baton.v1 import kv_transfer_pb2 as pb
 
 _S = ReceiveState

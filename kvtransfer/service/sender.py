@@ -33,7 +33,7 @@ from baton.kvtransfer.service.send_state import (
 )
 from baton.kvtransfer.service.send_table import SendTable
 from baton.kvtransfer.transports.outgoing import OutgoingFrame
-from baton.runtime.kv_transports import UNNAMED_TRANSPORT
+from baton.runtime.kv.kv_transports import UNNAMED_TRANSPORT
 from baton.v1 import kv_transfer_pb2 as pb
 
 _S = SendState

@@ -45,14 +45,15 @@ from baton.kvtransfer.service.shell import TransferShell
 from baton.kvtransfer.transports import registry
 from baton.kvtransfer.transports.negotiation import Negotiator
 from baton.kvtransfer.transports.transport import ServiceContext
-from baton.runtime import affinity, lifecycle, logs, output_streams, quick_exit, rpc
-from baton.runtime.access import Access
 from baton.runtime.config_error import ConfigError
-from baton.runtime.dial import within_cluster
-from baton.runtime.kv_transfer_config import KvTransferConfig
-from baton.runtime.refusals import Refusals
+from baton.runtime.kv.kv_transfer_config import KvTransferConfig
+from baton.runtime.network import rpc
+from baton.runtime.process import affinity, lifecycle, logs, output_streams, quick_exit
 from baton.runtime.section import Section
-from baton.runtime.security_config import SecurityConfig
+from baton.runtime.security.access import Access
+from baton.runtime.security.dial import within_cluster
+from baton.runtime.security.refusals import Refusals
+from baton.runtime.security.security_config import SecurityConfig
 
 # Time that a commit's reply and a first frame may take beyond the receiver's idle timeout.
 SENDER_GRACE_S = 5.0

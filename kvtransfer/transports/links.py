@@ -24,9 +24,10 @@ from baton.kvtransfer.grpc_methods import SERVICE, link_method
 from baton.kvtransfer.transports.collective import ReceivingLink, SendingLink
 from baton.kvtransfer.transports.process_group import Backend, LinkOptions
 from baton.kvtransfer.transports.transport import TransportHandler
-from baton.runtime import kv_fingerprint, rpc
-from baton.runtime.addresses import local_address, split_address
-from baton.runtime.dial import PLAIN, Dial
+from baton.runtime.kv import kv_fingerprint
+from baton.runtime.network import rpc
+from baton.runtime.network.addresses import local_address, split_address
+from baton.runtime.security.dial import PLAIN, Dial
 from baton.v1 import kv_transfer_pb2 as pb
 
 # Most links from this service, and most to it; further pairs use another transport.

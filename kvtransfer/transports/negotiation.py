@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from baton.kvtransfer.errors import MalformedFrame, TransferError, shortened
 from baton.kvtransfer.transports.outgoing import OutgoingBlocks, OutgoingFrame
 from baton.kvtransfer.transports.transport import Pull, Transport
-from baton.runtime.kv_transports import UNNAMED_TRANSPORT
+from baton.runtime.kv.kv_transports import UNNAMED_TRANSPORT
 from baton.v1 import kv_transfer_pb2 as pb
 
 # Number of targets for which operators can see the transport that was used last.

@@ -30,7 +30,7 @@ from baton.kvtransfer import frames
 from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.transports.pull import Puller, PullTransport
 from baton.kvtransfer.transports.transport import EndedPull, Pull, ServiceContext, TransportHandler
-from baton.runtime import quick_exit
+from baton.runtime.process import quick_exit
 from baton.v1 import kv_transfer_pb2 as pb
 
 # Time in microseconds for which the thread of UCX sleeps between two looks at its wires. NIXL's own

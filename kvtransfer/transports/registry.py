@@ -1,4 +1,4 @@
-"""Makes the transports that a configuration names. runtime/kv_transports.py lists them all."""
+"""Makes the transports that a configuration names. runtime/kv/kv_transports.py lists them all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.transports.transport import ServiceContext, Transport, UnavailableTransport
-from baton.runtime.kv_transports import TRANSPORTS
+from baton.runtime.kv.kv_transports import TRANSPORTS
 
 
 def make(names: Sequence[str], service: ServiceContext) -> list[Transport]:

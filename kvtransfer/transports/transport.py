@@ -9,7 +9,8 @@ A transport may let its frames be references: they say where the blocks are in t
 and the receiver's transport reads them from there (`pull`). The sender never writes to the
 receiver's memory: no transport can stop a remote write that is late.
 
-To add a transport, write a module with a subclass and name the class in runtime/kv_transports.py.
+To add a transport, write a module with a subclass and name the class in
+runtime/kv/kv_transports.py.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ import grpc
 
 from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.transports.outgoing import OutgoingBlocks, OutgoingFrame
-from baton.runtime.dial import PLAIN, Dial
-from baton.runtime.kv_transfer_config import KvTransferConfig
+from baton.runtime.kv.kv_transfer_config import KvTransferConfig
+from baton.runtime.security.dial import PLAIN, Dial
 from baton.v1 import kv_transfer_pb2 as pb
 
 

@@ -35,7 +35,7 @@ from baton.runtime.config.workers import (
     SimulatedConfig,
     WorkerConfig,
 )
-from baton.runtime.kv_transfer_config import KvTransferConfig
+from baton.runtime.kv.kv_transfer_config import KvTransferConfig
 
 __all__ = [
     "BatchLaneConfig",

@@ -17,11 +17,11 @@ from baton.runtime.config.scaling import ScalingSection
 from baton.runtime.config.steps import StepsConfig
 from baton.runtime.config.tracing import TracingConfig
 from baton.runtime.config.workers import DecodePoolConfig, PoolConfig, SimulatedConfig, WorkerConfig
-from baton.runtime.kv_store_config import KvStoreConfig
-from baton.runtime.kv_transfer_config import KvTransferConfig
+from baton.runtime.kv.kv_store_config import KvStoreConfig
+from baton.runtime.kv.kv_transfer_config import KvTransferConfig
 from baton.runtime.names import TENANT_NAMES, is_tenant
 from baton.runtime.section import Section
-from baton.runtime.security_config import SecurityConfig
+from baton.runtime.security.security_config import SecurityConfig
 
 
 class BatonConfig(Section):

@@ -10,7 +10,7 @@ from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig, Targets
 from baton.load.traces import Arrival
 from baton.runtime.config import parse
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 from baton.simulator.cell import SimulatedCell
 from baton.simulator.parts import Shape
 from baton.simulator.policies import Static

@@ -19,8 +19,8 @@ from baton.cli import cache, exit_codes, pool_sizes, rollout, watch
 from baton.cli.admin_calls import call_admin
 from baton.cli.listings import workers
 from baton.client import AdminClient, errors
-from baton.runtime import rpc
 from baton.runtime.errors import Aborted, FailedPrecondition
+from baton.runtime.network import rpc
 from baton.v1 import admin_pb2, admin_pb2_grpc, common_pb2
 
 WAIT_S = 120.0

@@ -7,7 +7,7 @@ import sys
 # Starts another program while a gRPC server runs, as a launcher does.
 STARTS_ANOTHER = """
 import asyncio, baton.cli.main, grpc
-from baton.runtime import lifecycle
+from baton.runtime.process import lifecycle
 
 async def main():
     server = grpc.aio.server()

@@ -8,7 +8,7 @@ import sys
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.runtime import rpc
+from baton.runtime.network import rpc
 from baton.v1 import common_pb2, inference_pb2_grpc
 
 # Timeout in seconds that only bounds a test that hangs.

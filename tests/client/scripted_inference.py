@@ -11,10 +11,11 @@ from grpc_health.v1 import health_pb2
 
 from baton.client import Accepted, Tokens
 from baton.client.errors import UnavailableError
-from baton.runtime import errors, rpc
-from baton.runtime.access import Access
-from baton.runtime.refusals import Refusals
-from baton.runtime.security_config import SecurityConfig
+from baton.runtime import errors
+from baton.runtime.network import rpc
+from baton.runtime.security.access import Access
+from baton.runtime.security.refusals import Refusals
+from baton.runtime.security.security_config import SecurityConfig
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 # Bounds hangs. No test may fail because a busy machine is slow.

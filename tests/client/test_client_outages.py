@@ -30,7 +30,8 @@ from baton.client.errors import (
 )
 from baton.client.retry_policy import MAX_LOSSES_WITHOUT_PROGRESS
 from baton.client.session import Session
-from baton.runtime import errors, rpc
+from baton.runtime import errors
+from baton.runtime.network import rpc
 
 
 async def outage(timeout_s=None, **arguments):

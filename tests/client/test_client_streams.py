@@ -27,7 +27,8 @@ from baton.client.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from baton.runtime import errors, rpc
+from baton.runtime import errors
+from baton.runtime.network import rpc
 from baton.v1 import common_pb2
 
 

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from processes import COMMAND, START_S, Cluster
 
 from baton.client import AdminClient, BatonClient, Tokens
-from baton.runtime import rpc
+from baton.runtime.network import rpc
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE

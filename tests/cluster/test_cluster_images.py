@@ -12,7 +12,7 @@ from baton.client.errors import InvalidArgumentError, ResourceExhaustedError
 from baton.client.request import build
 from baton.engine.sim_images import ImageRenderer
 from baton.engine.sim_tokens import expected_tokens
-from baton.runtime.prompt_images import keyed_tokens
+from baton.runtime.prompts.prompt_images import keyed_tokens
 
 # The simulated engine reads no pixels, and the coordinator the first bytes only.
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -20,8 +20,8 @@ from baton.coordinator.server.server import Coordinator
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.requests import StreamKey, Submission
-from baton.runtime import rpc
 from baton.runtime.config import BatchLaneConfig, InteractiveLaneConfig, LanesConfig, parse
+from baton.runtime.network import rpc
 from baton.v1 import admin_pb2_grpc, cluster_pb2, common_pb2, inference_pb2_grpc, kv_transfer_pb2
 
 # With import-mode=importlib pytest does not put a test folder on sys.path; the tests import

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 
 
 @dataclass(frozen=True)

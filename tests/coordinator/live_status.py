@@ -10,7 +10,7 @@ from virtual_cell import VirtualCell, WorkerShape
 from baton.coordinator.server.admin import AdminService
 from baton.coordinator.state.config import CoreConfig
 from baton.runtime.config import BatonConfig, parse
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 from baton.v1 import admin_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE

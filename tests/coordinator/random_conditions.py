@@ -23,7 +23,7 @@ from baton.runtime.config import (
     TenantConfig,
     parse,
 )
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 
 SHAPE = WorkerShape(LatencyModel.from_config(LatencyConfig()), max_num_seqs=16)
 REVISIONS = ("1", "v2", "v3")

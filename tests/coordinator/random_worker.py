@@ -17,7 +17,6 @@ from hashed_output import HashedOutput, is_last, most_tokens, text_of
 from random_conditions import SHAPE
 
 from baton.engine.base import EngineOutput, Finish
-from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.durations import to_seconds
 from baton.runtime.errors import (
     BatonError,
@@ -27,6 +26,7 @@ from baton.runtime.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from baton.runtime.prompts.block_hashes import block_hashes, root_of
 from baton.simulator.hello import hello
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 from baton.worker.attempts import Attempt

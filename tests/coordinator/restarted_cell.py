@@ -11,7 +11,7 @@ from baton.client.retry_policy import backoff_s
 from baton.coordinator.core.core import Core
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import StreamKey
-from baton.runtime.request_digest import request_digest
+from baton.runtime.prompts.request_digest import request_digest
 from baton.simulator.hello import hello
 from baton.v1 import cluster_pb2
 from baton.worker import attach

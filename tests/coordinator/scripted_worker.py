@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from baton.runtime import rpc
-from baton.runtime.request_digest import request_digest
+from baton.runtime.network import rpc
+from baton.runtime.prompts.request_digest import request_digest
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, common_pb2
 
 WAIT_S = 60.0

@@ -8,7 +8,7 @@ from virtual_cell import VirtualCell, WorkerShape
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
 from baton.runtime.config import BatchLaneConfig, LanesConfig, parse
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 from baton.v1 import common_pb2
 
 BATCH = common_pb2.LANE_BATCH

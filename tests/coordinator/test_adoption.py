@@ -12,7 +12,7 @@ from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import RequestState
 from baton.runtime.config import TenantConfig
 from baton.runtime.names import DEFAULT_TENANT
-from baton.runtime.request_digest import request_digest
+from baton.runtime.prompts.request_digest import request_digest
 from baton.v1 import cluster_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE

@@ -19,7 +19,7 @@ from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import ScalingConfig, Targets, scaling_config
 from baton.runtime.config import parse
 from baton.runtime.config_error import ConfigError
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 from baton.v1 import cluster_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE

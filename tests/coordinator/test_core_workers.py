@@ -11,8 +11,8 @@ from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import RequestState
 from baton.coordinator.state.scaling_config import PoolLimits
 from baton.runtime import errors
-from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.config import BatonConfig
+from baton.runtime.prompts.block_hashes import block_hashes, root_of
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE

@@ -2,8 +2,8 @@ import pytest
 
 from baton.coordinator.launchers import cpu_cores
 from baton.coordinator.launchers.cpu_cores import share
-from baton.runtime import affinity
 from baton.runtime.config import parse
+from baton.runtime.process import affinity
 
 
 def test_transfer_services_keep_off_the_cores_that_prefill():

@@ -10,7 +10,7 @@ from virtual_cell import Outcome, VirtualCell, WorkerShape
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.requests import RequestState
 from baton.runtime.config import LaneTargetsConfig, TargetsConfig, parse
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 from baton.v1 import cluster_pb2, common_pb2
 
 INTERACTIVE, BATCH = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH

@@ -20,7 +20,7 @@ from virtual_cell import WorkerShape
 
 from baton.coordinator.state.config import CoreConfig
 from baton.runtime.config import parse
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 from baton.v1 import common_pb2
 
 SHAPE = WorkerShape(

@@ -22,10 +22,10 @@ from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.core_clock import CoreClock
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import PromptHits, RequestState, WorkerKey
-from baton.runtime.block_hashes import block_hashes
 from baton.runtime.config import LaneTargetsConfig, TargetsConfig, parse
-from baton.runtime.latency import LatencyModel
-from baton.runtime.step_budget import StepTargets
+from baton.runtime.prompts.block_hashes import block_hashes
+from baton.runtime.steps.latency import LatencyModel
+from baton.runtime.steps.step_budget import StepTargets
 from baton.v1 import cluster_pb2, common_pb2
 
 BLOCK = 16

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.coordinator.state import events as ev
-from baton.runtime.block_hashes import block_hashes, root_of
-from baton.runtime.latency import LatencyModel
+from baton.runtime.prompts.block_hashes import block_hashes, root_of
+from baton.runtime.steps.latency import LatencyModel
 from baton.v1 import cluster_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE

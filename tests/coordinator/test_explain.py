@@ -18,8 +18,8 @@ from baton.coordinator.server.server import Coordinator
 from baton.coordinator.server.shell import Shell
 from baton.coordinator.state.slow_steps import Cause
 from baton.coordinator.telemetry.stalls import MAX_STALLS
-from baton.runtime import rpc
 from baton.runtime.config import parse
+from baton.runtime.network import rpc
 from baton.v1 import (
     admin_pb2,
     admin_pb2_grpc,

@@ -7,8 +7,8 @@ import pytest
 from baton.coordinator.routing.choices import PrefillChoice
 from baton.coordinator.routing.prefix_fetches import PrefixFetches
 from baton.coordinator.state import events as ev
-from baton.runtime.block_hashes import block_hashes
-from baton.runtime.latency import LatencyModel
+from baton.runtime.prompts.block_hashes import block_hashes
+from baton.runtime.steps.latency import LatencyModel
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 BLOCK, SIZE = 16, 800

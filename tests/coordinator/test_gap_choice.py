@@ -9,8 +9,8 @@ import pytest
 from baton.coordinator.core.gap_choice import LEAST_OUTPUTS, GapChoice, Workload
 from baton.coordinator.state import events as ev
 from baton.runtime.config import StepsConfig
-from baton.runtime.latency import LatencyModel
-from baton.runtime.step_messages import from_message
+from baton.runtime.steps.latency import LatencyModel
+from baton.runtime.steps.step_messages import from_message
 from baton.v1 import cluster_pb2, common_pb2
 
 DECODE, LENGTH = common_pb2.ROLE_DECODE, common_pb2.FINISH_REASON_LENGTH

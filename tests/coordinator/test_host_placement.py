@@ -16,9 +16,9 @@ from baton.coordinator.state import events as ev
 from baton.coordinator.state.core_clock import CoreClock
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import PromptHits
-from baton.runtime.block_hashes import block_hashes
-from baton.runtime.latency import LatencyModel
-from baton.runtime.step_budget import StepTargets
+from baton.runtime.prompts.block_hashes import block_hashes
+from baton.runtime.steps.latency import LatencyModel
+from baton.runtime.steps.step_budget import StepTargets
 from baton.v1 import cluster_pb2, common_pb2
 
 BLOCK = 16

@@ -17,7 +17,7 @@ from baton.engine.base import EngineRequest
 from baton.runtime import demo_model
 from baton.runtime.config import LatencyConfig, SimulatedConfig, parse
 from baton.runtime.config_error import ConfigError
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 from baton.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE

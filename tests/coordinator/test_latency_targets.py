@@ -10,7 +10,7 @@ from baton.coordinator.state.latency_targets import LatencyTargets
 from baton.coordinator.state.requests import StreamKey, Submission
 from baton.coordinator.state.scaling_config import Targets
 from baton.runtime.config import LaneTargetsConfig
-from baton.runtime.step_messages import from_message
+from baton.runtime.steps.step_messages import from_message
 from baton.runtime.ttft_target import TtftTarget
 from baton.v1 import common_pb2
 

@@ -13,9 +13,9 @@ from baton.coordinator.server.link import WorkerLink
 from baton.coordinator.server.message_limits import decoder, max_command_bytes
 from baton.coordinator.server.server import Coordinator
 from baton.coordinator.server.validation import ModelLimits, check_request
-from baton.runtime import rpc
 from baton.runtime.config import CoordinatorConfig, parse
 from baton.runtime.errors import InvalidArgument, from_rpc_error
+from baton.runtime.network import rpc
 from baton.v1 import cluster_pb2, common_pb2, inference_pb2, inference_pb2_grpc
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE

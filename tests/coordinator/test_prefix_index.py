@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.coordinator.routing.prefixes.prefix_index import PrefixIndex
 from baton.coordinator.state.requests import WorkerKey
-from baton.runtime.block_hashes import block_hashes
+from baton.runtime.prompts.block_hashes import block_hashes
 
 WORKERS: list[WorkerKey] = [(f"w{number}", number) for number in range(6)]
 

@@ -12,7 +12,7 @@ from baton.coordinator.routing.prefixes import prefix_index
 from baton.coordinator.routing.prefixes.prefix_index import PrefixIndex, Tier
 from baton.coordinator.routing.prefixes.prefix_match import MAX_TESTED_BLOCKS, HeldPrefix
 from baton.coordinator.state.requests import WorkerKey
-from baton.runtime.block_hashes import block_hashes
+from baton.runtime.prompts.block_hashes import block_hashes
 
 WORKERS: list[WorkerKey] = [(f"w{number}", number) for number in range(5)]
 MAX_BLOCKS = 60

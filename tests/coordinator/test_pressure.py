@@ -15,7 +15,7 @@ from virtual_cell import Outcome, VirtualCell, WorkerShape
 from baton.coordinator.core.core import Core
 from baton.coordinator.state.config import CoreConfig
 from baton.runtime.config import LanesConfig, parse
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 from baton.v1 import common_pb2
 
 INTERACTIVE, BATCH = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH

@@ -11,8 +11,8 @@ from scripted_worker import WAIT_S, attached
 from baton.client import AdminClient, errors
 from baton.coordinator.server.profiles import Profiles
 from baton.coordinator.server.stall import StallGuard
-from baton.runtime import rpc
 from baton.runtime.errors import FailedPrecondition, Internal, from_rpc_error, to_message
+from baton.runtime.network import rpc
 from baton.runtime.profiling import CHUNK_BYTES, WINDOW_BYTES
 from baton.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, common_pb2
 

@@ -10,7 +10,7 @@ from baton.coordinator.routing.loads.prompt_queue import PromptQueue, QueuedProm
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import StreamKey
 from baton.runtime import errors
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 from baton.runtime.ttft_target import TtftTarget
 from baton.v1 import cluster_pb2, common_pb2
 

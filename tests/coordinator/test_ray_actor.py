@@ -17,7 +17,7 @@ PROGRAM = """
 import asyncio, os, sys
 
 from baton.coordinator.launchers.ray_launch.actor import WorkerActor
-from baton.runtime import output_streams
+from baton.runtime.process import output_streams
 
 output_streams.FLUSH_TIMEOUT_S = output_streams.FLUSH_LIMIT_S = 600.0
 command = ["/bin/sh", "-c", "echo last words >&2"]

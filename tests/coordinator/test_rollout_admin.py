@@ -13,7 +13,7 @@ from scripted_worker import WAIT_S, ScriptedWorker
 
 from baton.client import AdminClient, BatonClient, errors
 from baton.coordinator.server.server import Coordinator
-from baton.runtime import rpc
+from baton.runtime.network import rpc
 from baton.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE

@@ -6,7 +6,7 @@ import pytest
 from two_fleets import fleet_of_session
 
 from baton.coordinator.state import events as ev
-from baton.runtime.request_digest import request_digest
+from baton.runtime.prompts.request_digest import request_digest
 from baton.v1 import cluster_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE

@@ -20,8 +20,8 @@ from baton.coordinator.routing.request_needs import DecodeNeeds
 from baton.coordinator.state.core_clock import CoreClock
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import SessionKey, WorkerKey
-from baton.runtime.block_hashes import block_hashes
-from baton.runtime.latency import LatencyModel
+from baton.runtime.prompts.block_hashes import block_hashes
+from baton.runtime.steps.latency import LatencyModel
 from baton.v1 import cluster_pb2
 
 sys.path.append(str(Path(__file__).parent))

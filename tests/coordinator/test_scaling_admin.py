@@ -20,8 +20,8 @@ from baton.coordinator.server.server import Coordinator
 from baton.coordinator.server.stall import StallGuard
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.pools import Pool
-from baton.runtime import rpc
 from baton.runtime.config import BatonConfig, PoolLimitsConfig, ScalingSection
+from baton.runtime.network import rpc
 from baton.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE

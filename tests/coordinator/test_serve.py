@@ -19,9 +19,10 @@ from scripted_worker import WAIT_S
 
 from baton.coordinator.launchers import launcher
 from baton.coordinator.server.server import Coordinator, WorkersFailed, serve
-from baton.runtime import errors, rpc
+from baton.runtime import errors
 from baton.runtime.config import BatonConfig, dump, parse
 from baton.runtime.config_error import ConfigError
+from baton.runtime.network import rpc
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 WORKER = (sys.executable, str(Path(__file__).parent / "worker_program.py"))

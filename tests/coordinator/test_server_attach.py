@@ -16,7 +16,8 @@ from baton.coordinator.server import link as worker_link
 from baton.coordinator.server.admin import AdminService
 from baton.coordinator.server.server import Coordinator
 from baton.coordinator.state import events as ev
-from baton.runtime import long_tasks, rpc
+from baton.runtime.network import rpc
+from baton.runtime.process import long_tasks
 from baton.v1 import (
     admin_pb2,
     admin_pb2_grpc,

@@ -9,9 +9,9 @@ from inference_client import generate
 from scripted_worker import WAIT_S, ScriptedWorker, add_running, answer, attached
 
 from baton.coordinator.server.server import Coordinator
-from baton.runtime import rpc
 from baton.runtime.errors import from_rpc_error
 from baton.runtime.names import DEFAULT_TENANT
+from baton.runtime.network import rpc
 from baton.v1 import cluster_pb2, common_pb2, inference_pb2, inference_pb2_grpc
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE

@@ -14,8 +14,8 @@ from baton.coordinator.server import shell
 from baton.coordinator.server.inference import _SessionCall
 from baton.coordinator.server.intake import Intake
 from baton.coordinator.server.server import Coordinator
-from baton.runtime import rpc
 from baton.runtime.errors import ResourceExhausted
+from baton.runtime.network import rpc
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE

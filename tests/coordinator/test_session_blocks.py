@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from baton.coordinator.state.requests import SessionKey
 from baton.coordinator.state.session_blocks import SessionBlocks
-from baton.runtime.block_hashes import block_hashes
 from baton.runtime.errors import InvalidArgument, NotFound
+from baton.runtime.prompts.block_hashes import block_hashes
 
 MINE, OTHERS = SessionKey("default", "mine"), SessionKey("default", "others")
 

@@ -6,7 +6,7 @@ import pytest
 from two_pairs import decodes, hear_all_but, latest, pairs, prefills
 
 from baton.coordinator.state import events as ev
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE

@@ -12,8 +12,8 @@ from baton.coordinator.server.outbox import MAX_SESSION_BYTES
 from baton.coordinator.server.shell import Shell
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import StreamKey, Submission
-from baton.runtime import rpc
 from baton.runtime.errors import ResourceExhausted, from_rpc_error
+from baton.runtime.network import rpc
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.coordinator.state import events as ev
-from baton.runtime.block_hashes import block_hashes
+from baton.runtime.prompts.block_hashes import block_hashes
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 BLOCK = 16

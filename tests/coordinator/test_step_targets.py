@@ -16,7 +16,7 @@ from baton.runtime.config import (
     TargetsConfig,
 )
 from baton.runtime.enum_names import lane_name
-from baton.runtime.request_targets import own_itl_s
+from baton.runtime.steps.request_targets import own_itl_s
 from baton.v1 import common_pb2
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from baton.runtime.config_error import ConfigError
 from baton.runtime.errors import InvalidArgument
-from baton.runtime.tokenization import Tokenizer
+from baton.runtime.prompts.tokenization import Tokenizer
 from baton.v1 import inference_pb2
 
 

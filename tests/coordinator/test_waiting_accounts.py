@@ -17,7 +17,7 @@ from virtual_cell import VirtualCell, WorkerShape
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
 from baton.runtime.config import parse
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 from baton.v1 import common_pb2
 
 LANES = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH

@@ -13,7 +13,7 @@ from baton.client.errors import NotFoundError, UnavailableError
 from baton.client.watcher import Watcher
 from baton.coordinator.server.admin import AdminService
 from baton.coordinator.server.server import Coordinator
-from baton.runtime import rpc
+from baton.runtime.network import rpc
 from baton.v1 import admin_pb2, admin_pb2_grpc, common_pb2
 
 WAIT_S = 120.0

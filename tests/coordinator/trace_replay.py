@@ -19,8 +19,8 @@ from baton.coordinator.routing.loads.worker_traits import WorkerTraits
 from baton.coordinator.state.core_clock import CoreClock
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import WorkerKey
-from baton.runtime.block_hashes import block_hashes
-from baton.runtime.latency import LatencyModel
+from baton.runtime.prompts.block_hashes import block_hashes
+from baton.runtime.steps.latency import LatencyModel
 
 TRACE = Path(__file__).parents[1] / "data" / "mooncake_conversation.csv"
 BLOCK_TOKENS = 16

@@ -19,9 +19,9 @@ from baton.coordinator.core.core import Core
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.requests import StreamKey, Submission, WorkerKey
-from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.errors import BatonError, ResourceExhausted
-from baton.runtime.latency import LatencyModel, PrefillChunk
+from baton.runtime.prompts.block_hashes import block_hashes, root_of
+from baton.runtime.steps.latency import LatencyModel, PrefillChunk
 from baton.runtime.ttft_target import TtftTarget
 from baton.simulator.hello import hello
 from baton.simulator.parts import PrefixCache

@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 from scripted_worker import ScriptedWorker
 
-from baton.runtime.worker_directory import WorkerDirectory
+from baton.runtime.process.worker_directory import WorkerDirectory
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 _SLEEPER = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"

@@ -12,7 +12,7 @@ from baton.engine.simulated import SimulatedEngine
 from baton.kvtransfer.handoff_orders import ReceiveHandoff
 from baton.runtime import demo_model
 from baton.runtime.config import SimulatedAnswer, SimulatedConfig
-from baton.runtime.latency import LatencyModel, PrefillChunk
+from baton.runtime.steps.latency import LatencyModel, PrefillChunk
 from baton.v1 import common_pb2
 
 INSTANT = SimulatedConfig(time_scale=0, max_model_len=512, kv_tokens=1024, max_num_seqs=8)

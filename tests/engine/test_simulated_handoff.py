@@ -21,7 +21,7 @@ from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.transfer_client import HandoffEvent, TransferClient
 from baton.runtime import demo_model
 from baton.runtime.config import KvTransferConfig, SimulatedConfig
-from baton.runtime.prompt_images import keyed_tokens
+from baton.runtime.prompts.prompt_images import keyed_tokens
 from baton.v1 import common_pb2, inference_pb2, kv_transfer_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -13,8 +13,8 @@ from baton.engine.sim_tokens import Vocabulary, expected_tokens
 from baton.engine.simulated import SimulatedEngine
 from baton.kvtransfer.block_changes import CacheChange
 from baton.runtime import demo_model
-from baton.runtime.block_hashes import block_hashes
 from baton.runtime.config import SimulatedConfig
+from baton.runtime.prompts.block_hashes import block_hashes
 from baton.v1 import common_pb2
 
 BLOCK = 16

@@ -15,9 +15,9 @@ from baton.engine.sim_text import OutputText
 from baton.engine.sim_tokens import TokenChain, Vocabulary
 from baton.kvtransfer.handoff_orders import ReceiveHandoff
 from baton.runtime import demo_model
-from baton.runtime.block_hashes import block_hashes
-from baton.runtime.latency import LatencyModel
-from baton.runtime.step_budget import StepTargets
+from baton.runtime.prompts.block_hashes import block_hashes
+from baton.runtime.steps.latency import LatencyModel
+from baton.runtime.steps.step_budget import StepTargets
 from baton.v1 import common_pb2
 
 BLOCK, NUM_BLOCKS = 4, 8

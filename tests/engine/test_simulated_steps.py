@@ -16,7 +16,7 @@ from baton.engine.sim_tokens import Vocabulary, expected_tokens
 from baton.engine.simulated import SimulatedEngine
 from baton.runtime import demo_model
 from baton.runtime.config import SimulatedConfig
-from baton.runtime.step_budget import StepTargets
+from baton.runtime.steps.step_budget import StepTargets
 from baton.v1 import common_pb2
 
 SETTINGS = SimulatedConfig(
@@ -29,7 +29,7 @@ SETTINGS = SimulatedConfig(
     mean_output_tokens=0,
 )
 # Share of the longest gap that a step may take, and of a step that the oldest prompt gets
-# (runtime/step_budget.py).
+# (runtime/steps/step_budget.py).
 GAP_MARGIN, OLDEST_SHARE = 0.9, 0.1
 TARGETS = StepTargets(itl_s=0.03, longest_gap_s=0.036, prompt_step_s=0.1)
 

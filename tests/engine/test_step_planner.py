@@ -6,14 +6,14 @@ import pytest
 
 from baton.engine.step_planner import StepPlanner
 from baton.kvtransfer.connector.step_work import StepWork
-from baton.runtime.latency import LatencyModel
-from baton.runtime.step_budget import Prompt, StepTargets, Streams
+from baton.runtime.steps.latency import LatencyModel
+from baton.runtime.steps.step_budget import Prompt, StepTargets, Streams
 
 # The model of a GPU, and of the machine that the steps run on.
 PRIOR = LatencyModel(10e-3, 1e-4, 2e-9, 15e-3, 5e-5, 2e-7)
 SLOW = LatencyModel(5e-3, 1e-3, 0.0, 8e-3, 5e-5, 2e-7)
 TARGETS = StepTargets(0.05, 0.06, 0.2)
-# Share of the ITL target that the policy aims at (runtime/step_budget.py).
+# Share of the ITL target that the policy aims at (runtime/steps/step_budget.py).
 MEAN_MARGIN = 0.97
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from baton.engine.vllm_step_targets import TargetsReader, make_targets_file, write_targets
-from baton.runtime.step_budget import StepTargets
+from baton.runtime.steps.step_budget import StepTargets
 
 
 def test_a_reader_sees_each_change(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from vllm_programs import fork
 
 from baton.gateway import pooling_servers
 from baton.gateway.pooling_route import POOLING_ROUTES
-from baton.runtime import errors, long_tasks
+from baton.runtime import errors
+from baton.runtime.process import long_tasks
 
 # Bounds hangs. No test may fail because a busy machine is slow.
 WAIT_S = 300.0

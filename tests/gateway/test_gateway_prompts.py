@@ -6,7 +6,7 @@ from openai import BadRequestError
 
 from baton.client import AdminClient
 from baton.runtime.config_error import ConfigError
-from baton.runtime.tokenization import Tokenizer
+from baton.runtime.prompts.tokenization import Tokenizer
 
 PROMPT = [5, 6, 7, 8]
 TURNS = [{"role": "user", "content": "What is a baton?"}]

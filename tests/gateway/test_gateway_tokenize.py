@@ -8,7 +8,7 @@ import httpx2 as httpx
 import pytest
 
 from baton.gateway import tokenize_routes
-from baton.runtime.tokenization import Tokenizer
+from baton.runtime.prompts.tokenization import Tokenizer
 
 TURNS = [{"role": "user", "content": "What is a baton?"}]
 WAIT_S = 300.0

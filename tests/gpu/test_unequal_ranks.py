@@ -25,7 +25,7 @@ from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.pipeline_stages import PipelineStage
 from baton.kvtransfer.transfer_client import TransferClient
 from baton.runtime.config import KvTransferConfig
-from baton.runtime.kv_groups import KvGroup
+from baton.runtime.kv.kv_groups import KvGroup
 from baton.v1 import kv_transfer_pb2 as pb
 
 BLOCKS, CONTENT = 32, 16

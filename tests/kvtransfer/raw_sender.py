@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from baton.kvtransfer import frames
 from baton.kvtransfer.frames import FrameKind, Totals
 from baton.kvtransfer.grpc_methods import HANDOFF_METHOD
-from baton.runtime import rpc
+from baton.runtime.network import rpc
 from baton.v1 import kv_transfer_pb2 as pb
 
 

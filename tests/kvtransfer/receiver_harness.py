@@ -18,7 +18,7 @@ from baton.kvtransfer.service.receive_state import (
     Stuck,
 )
 from baton.kvtransfer.service.receiver import Receiver
-from baton.runtime import kv_fingerprint
+from baton.runtime.kv import kv_fingerprint
 from baton.v1 import kv_transfer_pb2 as pb
 
 LAYOUT = KvLayout("m", "r", "float32", 2, 1, 8, 4, 128, "heads,tokens,content", tp_size=2)

@@ -6,10 +6,10 @@ import socket
 import pytest
 
 from baton.kvtransfer.addresses import advertised, bind, with_listen_address
-from baton.runtime import rpc
-from baton.runtime.addresses import outward_address
 from baton.runtime.config import KvTransferConfig
 from baton.runtime.config_error import ConfigError
+from baton.runtime.network import rpc
+from baton.runtime.network.addresses import outward_address
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from baton.kvtransfer.block_changes import CacheChange
 from baton.kvtransfer.connector.tiers.cached_blocks import CachedBlocks
 from baton.kvtransfer.disk.orders import BlockName, owner_of
-from baton.runtime.block_hashes import block_hashes, root_of
-from baton.runtime.prompt_images import block_keys
+from baton.runtime.prompts.block_hashes import block_hashes, root_of
+from baton.runtime.prompts.prompt_images import block_keys
 from baton.v1 import common_pb2
 
 BLOCK_SIZE = 4

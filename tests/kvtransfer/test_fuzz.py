@@ -15,7 +15,8 @@ from baton.kvtransfer import frames, local_wire
 from baton.kvtransfer.frames import FrameKind
 from baton.kvtransfer.grpc_methods import HANDOFF_METHOD, HANDOFF_NAME, SERVICE
 from baton.kvtransfer.transports import shm_transport
-from baton.runtime import kv_fingerprint, rpc
+from baton.runtime.kv import kv_fingerprint
+from baton.runtime.network import rpc
 from baton.v1 import kv_transfer_pb2 as pb
 
 SEED = 20

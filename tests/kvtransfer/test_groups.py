@@ -24,8 +24,8 @@ from baton.kvtransfer.engine_port import EnginePort
 from baton.kvtransfer.errors import TransferRefused
 from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.kvtransfer.layout import KvLayout
-from baton.runtime import kv_fingerprint
-from baton.runtime.kv_groups import NULL_BLOCK, KvGroup
+from baton.runtime.kv import kv_fingerprint
+from baton.runtime.kv.kv_groups import NULL_BLOCK, KvGroup
 from baton.v1 import kv_transfer_pb2 as pb
 
 BASE = KvLayout("m", "r", "uint8", 6, 2, 8, 4, 64, "heads,tokens,content")

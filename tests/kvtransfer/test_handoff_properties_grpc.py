@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import TransferRefused
 from baton.kvtransfer.grpc_methods import HANDOFF_METHOD, HANDOFF_NAME, SERVICE
-from baton.runtime import rpc
+from baton.runtime.network import rpc
 from baton.v1 import kv_transfer_pb2 as pb
 
 COMMITTED, FAILED = pb.LocalSendState.STATE_COMMITTED, pb.LocalSendState.STATE_FAILED

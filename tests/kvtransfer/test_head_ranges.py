@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from baton.kvtransfer.head_ranges import head_ranges, sources
 from baton.kvtransfer.layout import KvLayout
-from baton.runtime import kv_fingerprint
-from baton.runtime.kv_groups import KvGroup
+from baton.runtime.kv import kv_fingerprint
+from baton.runtime.kv.kv_groups import KvGroup
 
 WINDOW = KvGroup("window", 1, 24, 8, 24 * 8 * 16, window_tokens=20, table=1)
 STATE = KvGroup("state", 1, 12, 8, 12 * 64, table=1)

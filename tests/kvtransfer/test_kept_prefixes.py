@@ -8,7 +8,7 @@ from small_engine import NUM_BLOCKS, SIZE
 
 from baton.kvtransfer.connector.handoffs import handoff_scheduler
 from baton.kvtransfer.service.receive_state import ReceiveState
-from baton.runtime.fetches import MAX_KEPT_SHARE
+from baton.runtime.kv.fetches import MAX_KEPT_SHARE
 
 
 def num_held(engine):

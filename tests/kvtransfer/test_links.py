@@ -13,7 +13,7 @@ from baton.kvtransfer.transports import collective
 from baton.kvtransfer.transports import links as links_module
 from baton.kvtransfer.transports.links import Links
 from baton.kvtransfer.transports.process_group import SENDER
-from baton.runtime import rpc
+from baton.runtime.network import rpc
 from baton.v1 import kv_transfer_pb2 as pb
 
 # Longest wait for something that must happen; no test asserts that it happens sooner.

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.kvtransfer.pipeline_stages import stage_of, whole_model
-from baton.runtime.kv_groups import KvGroup
+from baton.runtime.kv.kv_groups import KvGroup
 
 KINDS = [
     KvGroup("full", 1, 2, 4, 64, table=0),

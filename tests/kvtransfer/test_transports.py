@@ -24,8 +24,8 @@ from baton.kvtransfer.transports.transport import (
     ServiceContext,
     Transport,
 )
-from baton.runtime import rpc
-from baton.runtime.kv_transports import TRANSPORTS
+from baton.runtime.kv.kv_transports import TRANSPORTS
+from baton.runtime.network import rpc
 from baton.v1 import kv_transfer_pb2 as pb
 
 

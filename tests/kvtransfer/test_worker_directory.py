@@ -13,9 +13,9 @@ import pytest
 from baton.engine.vllm_step_targets import make_targets_file
 from baton.kvtransfer import start_phases
 from baton.kvtransfer.transfer_client import TransferClient
-from baton.runtime import worker_directory
 from baton.runtime.config import KvTransferConfig
-from baton.runtime.worker_directory import WorkerDirectory
+from baton.runtime.process import worker_directory
+from baton.runtime.process.worker_directory import WorkerDirectory
 
 
 async def test_the_directory_of_a_killed_worker_goes_with_its_service(short_path):
@@ -53,7 +53,7 @@ async def test_a_directory_of_another_kind_stays(tmp_path):
 
 MAKER = """
 import signal
-from baton.runtime import worker_directory
+from baton.runtime.process import worker_directory
 directory = worker_directory.make()
 (directory.path / "something").touch()
 print(directory.path, flush=True)

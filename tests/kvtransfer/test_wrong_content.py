@@ -13,7 +13,7 @@ from baton.kvtransfer.connector.handoffs.handoff_scheduler import HandoffSchedul
 from baton.kvtransfer.connector.handoffs.rank_handoffs import RankHandoffs
 from baton.kvtransfer.connector.request_params import encode
 from baton.kvtransfer.handoff_orders import SendHandoff
-from baton.runtime.kv_groups import KvGroup
+from baton.runtime.kv.kv_groups import KvGroup
 
 BLOCK_BYTES = SIZE * TOKEN_BYTES
 # Layers that keep every token, and layers with a recurrent state.

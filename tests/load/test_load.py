@@ -25,8 +25,9 @@ from baton.load.measured import Measured, Sample, Slo
 from baton.load.plan import LaneRule, Planned, arrival_times, generated, replayed
 from baton.load.prompts import Prompts
 from baton.load.traces import Arrival
-from baton.runtime import errors, rpc
-from baton.runtime.block_hashes import block_hashes
+from baton.runtime import errors
+from baton.runtime.network import rpc
+from baton.runtime.prompts.block_hashes import block_hashes
 from baton.runtime.ttft_target import TtftTarget
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 

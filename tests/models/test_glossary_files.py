@@ -14,7 +14,7 @@ from baton.runtime import demo_model
 from baton.runtime.config import BatonConfig
 from baton.runtime.config_error import ConfigError
 from baton.runtime.errors import InvalidArgument
-from baton.runtime.tokenization import Tokenizer
+from baton.runtime.prompts.tokenization import Tokenizer
 from baton.v1 import inference_pb2
 
 MAX_BYTES = 8 * 10**6

@@ -8,7 +8,7 @@ from opentelemetry.proto.collector.trace.v1 import (
     trace_service_pb2_grpc,
 )
 
-from baton.runtime import rpc
+from baton.runtime.network import rpc
 
 # Longest wait for an event that must happen; long enough for a busy machine.
 WAIT_S = 120.0

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from baton.runtime import affinity
+from baton.runtime.process import affinity
 
 CORES = sorted(os.sched_getaffinity(0))
 needs_two = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
@@ -12,7 +12,7 @@ needs_two = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 
 def in_a_process(body: str) -> str:
     """Runs the code in its own process, because it changes the affinity of its process."""
-    program = f"import os, threading\nfrom baton.runtime import affinity\n{body}"
+    program = f"import os, threading\nfrom baton.runtime.process import affinity\n{body}"
     run = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
     )

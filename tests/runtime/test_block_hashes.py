@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.runtime.block_hashes import block_hashes
+from baton.runtime.prompts.block_hashes import block_hashes
 
 _TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=60)
 
@@ -28,7 +28,8 @@ def test_a_chain_continues_from_a_parent_hash(tokens: list[int], size: int, bloc
 
 def test_every_process_names_blocks_equally() -> None:
     code = (
-        "from baton.runtime.block_hashes import block_hashes; print(*block_hashes(range(64), 16))"
+        "from baton.runtime.prompts.block_hashes import block_hashes\n"
+        "print(*block_hashes(range(64), 16))"
     )
     told = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120

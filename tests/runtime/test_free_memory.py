@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.runtime.free_memory import free_bytes
+from baton.runtime.process.free_memory import free_bytes
 
 
 def test_a_containers_limit_counts(tmp_path: Path):

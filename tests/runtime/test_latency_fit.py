@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from baton.runtime.latency import LatencyModel, PrefillChunk
-from baton.runtime.latency_fit import LatencyFit
+from baton.runtime.steps.latency import LatencyModel, PrefillChunk
+from baton.runtime.steps.latency_fit import LatencyFit
 from baton.v1 import cluster_pb2
 
 PRIOR = LatencyModel(0.010, 1e-4, 2e-9, 0.015, 5e-5, 2e-7)

@@ -10,7 +10,7 @@ import pytest
 # A program whose drain and cleanup never end.
 STUBBORN = """
 import asyncio
-from baton.runtime import lifecycle
+from baton.runtime.process import lifecycle
 
 async def main():
     stop = lifecycle.stop_requested()
@@ -54,7 +54,7 @@ def test_a_second_signal_ends_the_process_at_once(number, is_first):
 # A program that already stops when the signal comes, like a transfer service without its worker.
 STOPPING = """
 import asyncio, os, signal
-from baton.runtime import lifecycle
+from baton.runtime.process import lifecycle
 
 async def main():
     stop = lifecycle.stop_requested()
@@ -76,7 +76,7 @@ def test_a_first_signal_does_not_interrupt_a_cleanup_in_progress():
 
 
 def test_a_process_knows_its_start_time():
-    told = "from baton.runtime import lifecycle; print(lifecycle.process_started_at())"
+    told = "from baton.runtime.process import lifecycle; print(lifecycle.process_started_at())"
     before = time.monotonic()
     process = subprocess.Popen([sys.executable, "-c", told], stdout=subprocess.PIPE, text=True)
     after = time.monotonic()

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from baton.runtime import logs, output_streams
+from baton.runtime.process import logs, output_streams
 
 
 @pytest.fixture

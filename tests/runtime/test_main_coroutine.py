@@ -10,7 +10,7 @@ import warnings
 import pytest
 import uvloop
 
-from baton.runtime import lifecycle, main_coroutine, quick_start
+from baton.runtime.process import lifecycle, main_coroutine, quick_start
 
 
 async def _answer() -> int:

@@ -7,7 +7,7 @@ import urllib.request
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.runtime import metrics
+from baton.runtime.telemetry import metrics
 
 
 @pytest.mark.parametrize("asked", [False, True])

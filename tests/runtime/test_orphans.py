@@ -6,7 +6,7 @@ import pytest
 
 CHILD = """
 import os, signal, sys
-from baton.runtime.orphans import end_with_parent
+from baton.runtime.process.orphans import end_with_parent
 end_with_parent(int(sys.argv[1]))
 print(os.getpid(), flush=True)
 signal.pause()
@@ -19,7 +19,7 @@ signal.pause()
 # A copy of the object has no effect in the process that made it.
 SPAWNING = """
 import copy, multiprocessing, os, signal
-from baton.runtime.orphans import EndsWithParent
+from baton.runtime.process.orphans import EndsWithParent
 
 def wait(leash):
     print(os.getpid(), flush=True)

@@ -14,7 +14,7 @@ WAIT_S = 120.0
 NUM_LINES = 20_000
 SETUP = f"""
 import asyncio, logging, os, sys
-from baton.runtime import lifecycle, logs, output_streams
+from baton.runtime.process import lifecycle, logs, output_streams
 
 NUM_LINES = {NUM_LINES}
 log = logging.getLogger("baton.test")
@@ -115,7 +115,7 @@ async def test_a_paused_reader_stops_no_event_loop_and_gets_the_last_lines():
     number = num_dropped = 0
     for line in lines:
         if (note := re.search(r"(\d+) log lines dropped", line)) is not None:
-            assert " warning coordinator baton.runtime.logs " in line
+            assert " warning coordinator baton.runtime.process.logs " in line
             num_dropped += int(note[1])
             number += int(note[1])
         else:

@@ -2,15 +2,15 @@
 
 import pytest
 
-from baton.runtime.block_hashes import block_hashes, image_seed
-from baton.runtime.prompt_images import (
+from baton.runtime.prompts.block_hashes import block_hashes, image_seed
+from baton.runtime.prompts.prompt_images import (
     block_keys,
     end_of_images,
     image_format,
     image_id,
     keyed_tokens,
 )
-from baton.runtime.request_digest import request_digest
+from baton.runtime.prompts.request_digest import request_digest
 from baton.v1 import common_pb2
 
 SIZE = 4

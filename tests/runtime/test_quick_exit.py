@@ -5,7 +5,7 @@ import pytest
 
 PROGRAM = """
 import atexit, sys
-from baton.runtime import quick_exit
+from baton.runtime.process import quick_exit
 
 class Freed:
     def __del__(self):
@@ -37,7 +37,7 @@ def test_skip_cleanup_works_in_a_process_without_standard_output():
 
 
 INTERRUPTED = """
-from baton.runtime import quick_exit
+from baton.runtime.process import quick_exit
 
 class Freed:
     def __del__(self):

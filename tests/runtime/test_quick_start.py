@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import gc
-from baton.runtime import lifecycle, quick_start
+from baton.runtime.process import lifecycle, quick_start
 
 usual = gc.get_threshold()
 quick_start.collect_rarely()

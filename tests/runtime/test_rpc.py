@@ -11,12 +11,12 @@ import time
 import grpc
 import pytest
 
-from baton.runtime import rpc
-from baton.runtime.access import Access
 from baton.runtime.config_error import ConfigError
-from baton.runtime.dial import Dial
-from baton.runtime.refusals import Refusals
-from baton.runtime.security_config import SecurityConfig
+from baton.runtime.network import rpc
+from baton.runtime.security.access import Access
+from baton.runtime.security.dial import Dial
+from baton.runtime.security.refusals import Refusals
+from baton.runtime.security.security_config import SecurityConfig
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 NUM_CALLS, NUM_CLIENTS = 2500, 24

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.runtime.config import StepsConfig
-from baton.runtime.latency import LatencyModel
-from baton.runtime.step_budget import (
+from baton.runtime.steps.latency import LatencyModel
+from baton.runtime.steps.step_budget import (
     Prompt,
     StepTargets,
     StreamPace,

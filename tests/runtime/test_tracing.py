@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from baton.runtime import tracing
 from baton.runtime.config import TracingConfig
 from baton.runtime.config_error import ConfigError
-from baton.runtime.tracing import MAX_QUEUED_SPANS, Span, Tracing
+from baton.runtime.telemetry import tracing
+from baton.runtime.telemetry.tracing import MAX_QUEUED_SPANS, Span, Tracing
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, NOT_SAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
@@ -88,7 +88,7 @@ def test_without_an_endpoint_opentelemetry_is_not_imported():
     program = (
         "import sys, baton.worker.main\n"
         "from baton.runtime.config import TracingConfig\n"
-        "from baton.runtime.tracing import Tracing\n"
+        "from baton.runtime.telemetry.tracing import Tracing\n"
         f"spans = Tracing(TracingConfig(), {{}})\n"
         f"assert not spans.is_sampled({SAMPLED!r})\n"
         "spans.close()\n"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from baton.runtime import guard
-from baton.runtime.unchecked_calls import UncheckedCalls
+from baton.runtime.security import guard
+from baton.runtime.security.unchecked_calls import UncheckedCalls
 
 
 class Silent:

@@ -17,9 +17,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from baton.client import Tls
 from baton.coordinator.server.server import Coordinator
-from baton.runtime import api_keys, demo_model, watched_file
+from baton.runtime import demo_model
 from baton.runtime.config import parse
-from baton.runtime.dev_certs import ADMIN_NAME, CLIENT_NAME, CLUSTER_NAME, Authority
+from baton.runtime.security import api_keys, watched_file
+from baton.runtime.security.dev_certs import ADMIN_NAME, CLIENT_NAME, CLUSTER_NAME, Authority
 
 sys.path.append(str(Path(__file__).parent))
 

@@ -10,7 +10,7 @@ import urllib.request
 from baton.cli.gateway import bind
 from baton.gateway.server import CellEndpoints, serve
 from baton.runtime.config import HttpConfig
-from baton.runtime.security_config import SecurityConfig
+from baton.runtime.security.security_config import SecurityConfig
 
 # Longest wait for an event that must happen; long enough for a busy machine.
 WAIT_S = 120.0

@@ -9,11 +9,11 @@ import jwt
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
-from baton.runtime.access import Access
 from baton.runtime.config_error import ConfigError
 from baton.runtime.errors import PermissionDenied, ResourceExhausted, Unauthenticated
-from baton.runtime.refusals import Refusals
-from baton.runtime.security_config import SecurityConfig
+from baton.runtime.security.access import Access
+from baton.runtime.security.refusals import Refusals
+from baton.runtime.security.security_config import SecurityConfig
 from baton.v1.common_pb2 import SamplingParams
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)

@@ -12,8 +12,8 @@ import pytest
 from cryptography import x509
 
 from baton.cli import keys
-from baton.runtime import api_keys
 from baton.runtime.config_error import ConfigError
+from baton.runtime.security import api_keys
 
 TIMEOUT_S = 120
 
@@ -232,7 +232,7 @@ def test_a_key_file_behind_a_link_is_replaced_at_its_target(tmp_path):
 
 def test_a_key_file_that_does_not_fit_on_the_disk_leaves_no_file(tmp_path):
     program = (
-        "import resource; from baton.runtime import api_keys; "
+        "import resource; from baton.runtime.security import api_keys; "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); "
         "api_keys.write('keys.yaml', [])"
     )

@@ -16,7 +16,7 @@ from baton.client.errors import (
     UnavailableError,
 )
 from baton.coordinator.server import inference
-from baton.runtime import rpc
+from baton.runtime.network import rpc
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.runtime import exposure
-from baton.runtime.config import BatonConfig, dump, load, parse, shown
+from baton.runtime.config import BatonConfig, dump, exposure, load, parse, shown
 from baton.runtime.config_error import ConfigError
 
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"

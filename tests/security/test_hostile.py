@@ -22,10 +22,11 @@ from prometheus_client import CollectorRegistry
 
 from baton.client import BatonClient
 from baton.client.errors import UnavailableError
-from baton.runtime import guard, rpc
-from baton.runtime.metrics import MetricsServer
-from baton.runtime.refusals import Refusals
-from baton.runtime.security_config import SecurityConfig
+from baton.runtime.network import rpc
+from baton.runtime.security import guard
+from baton.runtime.security.refusals import Refusals
+from baton.runtime.security.security_config import SecurityConfig
+from baton.runtime.telemetry.metrics import MetricsServer
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
 # Longest wait for an event that must happen; long enough for a busy machine.

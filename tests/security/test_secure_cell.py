@@ -22,10 +22,11 @@ from baton.engine.sim_tokens import Vocabulary, expected_tokens
 from baton.gateway.server import CellEndpoints
 from baton.gateway.server import serve as serve_gateway
 from baton.kvtransfer.grpc_methods import HANDOFF_METHOD
-from baton.runtime import output_streams, rpc
-from baton.runtime.dev_certs import CLUSTER_NAME, Authority
-from baton.runtime.dial import Dial, bearer
-from baton.runtime.tls import TlsFiles
+from baton.runtime.network import rpc
+from baton.runtime.process import output_streams
+from baton.runtime.security.dev_certs import CLUSTER_NAME, Authority
+from baton.runtime.security.dial import Dial, bearer
+from baton.runtime.security.tls import TlsFiles
 from baton.v1 import common_pb2
 from baton.worker.main import serve as serve_worker
 

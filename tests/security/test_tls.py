@@ -13,10 +13,10 @@ from cryptography import x509
 
 from baton.client import AdminClient, BatonClient, Tls
 from baton.client.errors import PermissionDeniedError, UnavailableError
-from baton.runtime import rpc
-from baton.runtime.dev_certs import CLIENT_NAME, CLUSTER_NAME, Authority
-from baton.runtime.dial import Dial
-from baton.runtime.tls import Handshakes, TlsFiles
+from baton.runtime.network import rpc
+from baton.runtime.security.dev_certs import CLIENT_NAME, CLUSTER_NAME, Authority
+from baton.runtime.security.dial import Dial
+from baton.runtime.security.tls import Handshakes, TlsFiles
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
 
 # Longest wait for an event that must happen; long enough for a busy machine.

@@ -12,12 +12,12 @@ import pytest
 from baton.coordinator.server.server import Coordinator
 from baton.gateway.metrics_auth import MetricsAuth
 from baton.gateway.server import CellEndpoints, serve
-from baton.runtime.access import Access
 from baton.runtime.config import parse
 from baton.runtime.config_error import ConfigError
-from baton.runtime.dial import within_cluster
-from baton.runtime.refusals import Refusals
-from baton.runtime.tls import TlsFiles
+from baton.runtime.security.access import Access
+from baton.runtime.security.dial import within_cluster
+from baton.runtime.security.refusals import Refusals
+from baton.runtime.security.tls import TlsFiles
 
 NOBODY = 65534
 KINDS = {

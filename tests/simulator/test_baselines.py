@@ -11,7 +11,7 @@ from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig, Targets
 from baton.coordinator.state.scaling_decision import Drain, SetSize
 from baton.load.traces import Arrival
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 from baton.simulator.baselines import Hpa
 from baton.simulator.parts import Shape
 from baton.simulator.run import policy_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.load.traces import Arrival
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 from baton.simulator.colocated import Balancer, ColocatedCell
 from baton.simulator.parts import Shape
 

@@ -14,7 +14,7 @@ from baton.coordinator.state.scaling_config import ScalingConfig
 from baton.load.duration_histogram import DurationHistogram
 from baton.load.traces import Arrival
 from baton.runtime.config import parse
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 from baton.simulator.cell import SimulatedCell
 from baton.simulator.colocated import ColocatedCell
 from baton.simulator.kv_room import num_blocks, num_steps_that_fit

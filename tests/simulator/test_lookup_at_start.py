@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.load.traces import MOONCAKE_BLOCK_TOKENS, Arrival
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 from baton.simulator.colocated import ColocatedCell
 from baton.simulator.parts import Shape
 

@@ -14,8 +14,8 @@ from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import scaling_config
 from baton.load.traces import MOONCAKE_BLOCK_TOKENS, Arrival, shared_prompt_tokens
-from baton.runtime.block_hashes import block_hashes
 from baton.runtime.config import parse
+from baton.runtime.prompts.block_hashes import block_hashes
 from baton.simulator.cell import SimulatedCell
 from baton.simulator.colocated import ColocatedCell
 from baton.simulator.parts import PrefixCache

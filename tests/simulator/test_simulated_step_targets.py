@@ -1,4 +1,4 @@
-"""Simulated workers fill their steps by the policy of runtime/step_budget.py."""
+"""Simulated workers fill their steps by the policy of runtime/steps/step_budget.py."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 from baton.load.traces import Arrival
 from baton.runtime.config import parse
-from baton.runtime.latency import LatencyModel
-from baton.runtime.step_budget import StepTargets, Streams
-from baton.runtime.step_messages import to_message
+from baton.runtime.steps.latency import LatencyModel
+from baton.runtime.steps.step_budget import StepTargets, Streams
+from baton.runtime.steps.step_messages import to_message
 from baton.simulator.colocated import ColocatedCell
 from baton.simulator.parts import Shape, SimulatedRequest
 from baton.simulator.prompt_turns import within_targets

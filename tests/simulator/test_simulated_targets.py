@@ -7,9 +7,9 @@ import pytest
 from baton.coordinator.state.scaling_config import in_seconds
 from baton.load.traces import Arrival
 from baton.runtime.config import BatonConfig, parse
-from baton.runtime.latency import LatencyModel
-from baton.runtime.step_budget import StepTargets
-from baton.runtime.step_messages import to_message
+from baton.runtime.steps.latency import LatencyModel
+from baton.runtime.steps.step_budget import StepTargets
+from baton.runtime.steps.step_messages import to_message
 from baton.simulator import comparison
 from baton.simulator.colocated import ColocatedCell
 from baton.simulator.parts import Shape

@@ -22,7 +22,7 @@ from baton.coordinator.state.scaling_decision import Drain, Flip, SetSize
 from baton.load import stats
 from baton.load.traces import Arrival
 from baton.runtime.config import SimulatedConfig, parse
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 from baton.simulator.baselines import Hindsight, Hpa, Planner, needed_sizes
 from baton.simulator.cell import ColdStart, SimulatedCell
 from baton.simulator.parts import Shape

@@ -35,7 +35,7 @@ from baton.coordinator.state.scaling_config import ScalingConfig
 from baton.load import stats
 from baton.load.traces import Arrival
 from baton.runtime.config import parse
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 from baton.simulator.cell import SimulatedCell
 from baton.simulator.parts import Shape
 from baton.simulator.policies import Static

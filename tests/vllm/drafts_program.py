@@ -19,7 +19,7 @@ from forked_engines import fork_engines
 
 from baton.engine.base import EngineRequest, RequestRejected
 from baton.kvtransfer.handoff_orders import ReceiveHandoff
-from baton.runtime import affinity
+from baton.runtime.process import affinity
 from baton.v1 import common_pb2
 
 # Tokens that a step drafts for a request.

@@ -17,10 +17,10 @@ from baton.engine.vllm_engine import VllmEngine
 from baton.kvtransfer.engine_port import EnginePort
 from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.kvtransfer.transfer_client import TransferClient
-from baton.runtime.block_hashes import block_hashes
 from baton.runtime.config import KvTransferConfig
-from baton.runtime.kv_store_config import KvStoreConfig
-from baton.runtime.sampling import needs_exact_state
+from baton.runtime.kv.kv_store_config import KvStoreConfig
+from baton.runtime.prompts.block_hashes import block_hashes
+from baton.runtime.prompts.sampling import needs_exact_state
 from baton.v1 import common_pb2, kv_transfer_pb2
 
 ENGINE_ARGS = {

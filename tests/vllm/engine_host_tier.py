@@ -10,7 +10,7 @@ import vllm_cases as cases
 from engine_handoffs import TIMEOUT_S, Side, hand_over
 
 from baton.engine.base import EngineRequest
-from baton.runtime.block_hashes import block_hashes, root_of
+from baton.runtime.prompts.block_hashes import block_hashes, root_of
 from baton.v1 import common_pb2
 
 NUM_OUTPUTS = 40

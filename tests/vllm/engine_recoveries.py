@@ -14,7 +14,7 @@ from engine_handoffs import TIMEOUT_S, Side
 
 from baton.engine.base import EngineRequest
 from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
-from baton.runtime.sampling import needs_exact_state
+from baton.runtime.prompts.sampling import needs_exact_state
 from baton.v1 import common_pb2
 
 # The coordinator's sampling of a prefill for the KV cache alone.

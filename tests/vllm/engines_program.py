@@ -28,7 +28,7 @@ from engine_recoveries import continued
 from engine_wrong_requests import wrong_requests
 from forked_engines import fork_engines, has_started
 
-from baton.runtime import affinity
+from baton.runtime.process import affinity
 
 
 def shared_segments() -> list[str]:

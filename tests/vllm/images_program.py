@@ -24,10 +24,10 @@ from vllm_reference import ENGINE_ARGS, sampling_params
 from baton.engine import vllm_images
 from baton.engine.base import EngineOutput, EngineRequest, Finish, RenderedPrompt
 from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
-from baton.runtime import affinity
-from baton.runtime.block_hashes import block_hashes
 from baton.runtime.errors import InvalidArgument
-from baton.runtime.prompt_images import block_keys
+from baton.runtime.process import affinity
+from baton.runtime.prompts.block_hashes import block_hashes
+from baton.runtime.prompts.prompt_images import block_keys
 from baton.v1 import common_pb2, inference_pb2
 from baton.worker.model_check import images_of
 

@@ -13,7 +13,7 @@ from engine_handoffs import ENGINE_ARGS, side
 from forked_engines import fork_engines
 from vllm import LLM
 
-from baton.runtime import affinity
+from baton.runtime.process import affinity
 
 
 async def under_baton(model: str, directory: Path, engine_args: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,8 @@ from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend
 
 from baton.engine import vllm_config
 from baton.engine.base import EngineRequest
-from baton.runtime import affinity, demo_model
+from baton.runtime import demo_model
+from baton.runtime.process import affinity
 from baton.v1 import common_pb2
 
 _SIZES = {

@@ -40,8 +40,8 @@ from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime import demo_model
 from baton.runtime.config import LatencyConfig
-from baton.runtime.latency import LatencyModel
-from baton.runtime.step_budget import StepTargets
+from baton.runtime.steps.latency import LatencyModel
+from baton.runtime.steps.step_budget import StepTargets
 from baton.v1 import kv_transfer_pb2
 
 BLOCK, CHUNK = 16, 64

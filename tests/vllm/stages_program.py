@@ -13,7 +13,7 @@ from engine_handoffs import handed_over, left_behind, side
 from forked_engines import fork_engines
 from other_models_program import ENGINE_ARGS, OWN_ARGS, answered_alone, make
 
-from baton.runtime import affinity
+from baton.runtime.process import affinity
 
 
 async def run(name: str, sizes: list[int], given: dict[str, Any]) -> dict[str, Any]:

@@ -30,8 +30,8 @@ from baton.engine.vllm_scheduler_class import use_scheduler
 from baton.kvtransfer.connector import vllm_connector
 from baton.kvtransfer.connector.request_params import encode
 from baton.kvtransfer.handoff_orders import ReceiveHandoff
-from baton.runtime.latency_fit import LatencyFit
-from baton.runtime.step_budget import StepTargets
+from baton.runtime.steps.latency_fit import LatencyFit
+from baton.runtime.steps.step_budget import StepTargets
 from baton.v1 import kv_transfer_pb2
 
 NUM_BLOCKS = 14

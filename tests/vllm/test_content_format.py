@@ -8,7 +8,7 @@ import jinja2
 import jinja2.ext
 import pytest
 
-from baton.runtime.content_format import reads_parts
+from baton.runtime.prompts.content_format import reads_parts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 

@@ -27,7 +27,7 @@ from baton.kvtransfer.disk.orders import (
     Write,
     owner_of,
 )
-from baton.runtime.block_hashes import block_hashes, root_of
+from baton.runtime.prompts.block_hashes import block_hashes, root_of
 
 # Importing torch and vLLM warns of what they do.
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import vllm_cases as cases
 
-from baton.runtime import affinity, demo_model
+from baton.runtime import demo_model
+from baton.runtime.process import affinity
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

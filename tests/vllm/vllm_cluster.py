@@ -26,7 +26,7 @@ from worker_parts import metric
 from baton.client.admin import AdminClient
 from baton.client.client import BatonClient
 from baton.kvtransfer.engine_port import EnginePort
-from baton.runtime.affinity import VLLM_BIND_THREADS
+from baton.runtime.process.affinity import VLLM_BIND_THREADS
 from baton.v1 import admin_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE

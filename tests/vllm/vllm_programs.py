@@ -22,8 +22,8 @@ from unittest import mock
 import torch
 import vllm_cases as cases
 
-from baton.runtime import affinity, output_streams
 from baton.runtime.closing import Closing
+from baton.runtime.process import affinity, output_streams
 
 TIMEOUT_S = 500
 # torch believes the CPU's flags. Otherwise each rank compiles and runs programs to test its vector

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import grpc
 
 from baton.engine.base import Engine
-from baton.runtime import rpc
 from baton.runtime.config import BatonConfig, PoolConfig
-from baton.runtime.step_budget import StepTargets
+from baton.runtime.network import rpc
+from baton.runtime.steps.step_budget import StepTargets
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, common_pb2
 from baton.worker.main import make_engine, serve
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from scripted_coordinator import spec
 
 from baton.kvtransfer.block_changes import CacheChange
-from baton.runtime.block_hashes import block_hashes
+from baton.runtime.prompts.block_hashes import block_hashes
 from baton.v1 import cluster_pb2, common_pb2
 from baton.worker.cache_reports import MAX_HASHES_PER_MESSAGE, CacheReports
 from baton.worker.outbox import Outbox

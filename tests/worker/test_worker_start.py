@@ -8,7 +8,7 @@ import psutil
 import pytest
 from scripted_coordinator import WAIT_S
 
-from baton.runtime import worker_directory
+from baton.runtime.process import worker_directory
 
 # Replaces Python as the transfer service: creates a file when it starts, and never serves.
 SILENT_SERVICE = """#!/bin/sh

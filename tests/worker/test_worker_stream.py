@@ -11,8 +11,8 @@ from prometheus_client import generate_latest
 from scripted_coordinator import WAIT_S, ScriptedCoordinator, plan, spec, tokens_of
 
 from baton.engine.sim_tokens import expected_tokens
-from baton.runtime import dev_certs
-from baton.runtime.step_budget import StepTargets
+from baton.runtime.security import dev_certs
+from baton.runtime.steps.step_budget import StepTargets
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 from baton.worker import attach
 from baton.worker.metrics import (

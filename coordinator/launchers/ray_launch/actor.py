@@ -12,7 +12,7 @@ import ray
 import yaml
 
 from baton.coordinator.launchers.worker_process import BATON, WorkerExit, WorkerProcess
-from baton.runtime import output_streams
+from baton.runtime.process import output_streams
 
 
 class WorkerActor:

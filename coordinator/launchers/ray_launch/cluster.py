@@ -15,7 +15,7 @@ from ray.util import list_named_actors
 from baton.coordinator.launchers.ray_launch import wire
 from baton.coordinator.launchers.ray_launch.calls import error_line, live_nodes
 from baton.coordinator.launchers.ray_launch.placement import unreachable
-from baton.runtime.addresses import split_address
+from baton.runtime.network.addresses import split_address
 
 # Prefix of the names of Baton's actors.
 NAME_PREFIX = "baton."

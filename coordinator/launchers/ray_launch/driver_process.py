@@ -17,7 +17,7 @@ from baton.coordinator.launchers.end_with_parent import bound_to_parent, lead_gr
 from baton.coordinator.launchers.launcher import LaunchError, OnWaits
 from baton.coordinator.launchers.ray_launch import wire
 from baton.coordinator.launchers.worker_process import KILL_TIMEOUT_S, WorkerExit
-from baton.runtime.long_tasks import log_failure
+from baton.runtime.process.long_tasks import log_failure
 
 _T = TypeVar("_T")
 

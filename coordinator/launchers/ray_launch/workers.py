@@ -34,7 +34,7 @@ from baton.coordinator.launchers.ray_launch.placement import (
     shortage,
 )
 from baton.coordinator.launchers.worker_process import KILL_TIMEOUT_S
-from baton.runtime.long_tasks import keep_running
+from baton.runtime.process.long_tasks import keep_running
 
 _HEAD_PROCESSES = ("gcs_server", "raylet")
 _PROBE_S = 1.0

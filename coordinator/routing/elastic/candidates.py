@@ -17,7 +17,7 @@ from baton.coordinator.routing.loads.worker_load import WorkerLoad
 from baton.coordinator.routing.prefix_fetches import PrefixFetches
 from baton.coordinator.routing.prefixes.prefix_match import NUM_HOLDERS, HeldPrefix, PrefixMatch
 from baton.coordinator.state.requests import SessionKey, WorkerKey
-from baton.runtime.step_budget import StepTargets
+from baton.runtime.steps.step_budget import StepTargets
 
 # Number of candidates that may fetch the prompt's beginning from another worker.
 _NUM_FETCHING = 4

@@ -21,7 +21,7 @@ from baton.coordinator.routing.elastic.waiting_outputs import WaitingOutputs
 from baton.coordinator.routing.fleet_view import FleetView
 from baton.coordinator.routing.loads.worker_load import WorkerLoad
 from baton.coordinator.state.requests import WorkerKey
-from baton.runtime.step_budget import reachable_itl_s
+from baton.runtime.steps.step_budget import reachable_itl_s
 
 # Share of the ITL target that a decode step may take with one more decode: when prompts find free
 # workers, and when they do not. Below capacity, a margin keeps streams fast; at capacity, it would

@@ -24,7 +24,7 @@ from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.lanes import lane_config
 from baton.coordinator.state.requests import Request, RequestState, SessionKey
 from baton.coordinator.telemetry.recent_values import RecentValues
-from baton.runtime.step_budget import reachable_itl_s
+from baton.runtime.steps.step_budget import reachable_itl_s
 from baton.v1 import common_pb2
 
 _BATCH = common_pb2.LANE_BATCH

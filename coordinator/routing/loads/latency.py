@@ -10,8 +10,8 @@ from typing import NamedTuple
 from baton.coordinator.routing.loads.worker_speed import WorkerSpeed, compare
 from baton.coordinator.state.requests import WorkerKey
 from baton.coordinator.state.workers import Worker
-from baton.runtime.latency import LatencyModel
-from baton.runtime.latency_fit import FitQuality, LatencyFit, StepTerms, shape_class
+from baton.runtime.steps.latency import LatencyModel
+from baton.runtime.steps.latency_fit import FitQuality, LatencyFit, StepTerms, shape_class
 from baton.v1 import cluster_pb2
 
 # Maximum number of worker kinds kept. An upgrade of the workers adds a kind, and a coordinator sees

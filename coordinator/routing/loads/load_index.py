@@ -13,7 +13,7 @@ from baton.coordinator.routing.loads.worker_traits import Latency
 from baton.coordinator.state.core_clock import CoreClock
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import WorkerKey
-from baton.runtime.step_budget import StepTargets
+from baton.runtime.steps.step_budget import StepTargets
 
 # Largest group of workers that a placement in an elastic cell compares. It also compares the
 # workers that hold the prompt's prefix.

@@ -4,8 +4,8 @@ A worker reports only first tokens, so the progress of a prompt is predicted. Al
 on a worker without decodes.
 
 - A worker with prompts works all the time. `advance` gives the work of the time that has passed to
-  the prompts in the order in which a worker computes them (runtime/step_budget.py): interactive
-  prompts first, then those that can be in time, then those with the least work left.
+  the prompts in the order in which a worker computes them (runtime/steps/step_budget.py):
+  interactive prompts first, then those that can be in time, then those with the least work left.
 - A prompt whose first token came is computed. The prompts that arrived before it keep their
   progress: it has overtaken them. Those that arrived after it count as not begun: if they had gone
   first, they would be computed too. This also corrects the prediction if the prompt took longer
@@ -49,7 +49,7 @@ class QueuedPrompt:
         self.left_s = self.work_s
 
     def goes_before(self, num_tokens: int, now: float, *, is_batch: bool) -> bool:
-        """Whether a worker computes it before a new prompt (runtime/step_budget.py).
+        """Whether a worker computes it before a new prompt (runtime/steps/step_budget.py).
 
         Args:
             num_tokens: tokens of the new prompt to compute.

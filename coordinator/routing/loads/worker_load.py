@@ -12,7 +12,7 @@ from baton.coordinator.routing.loads.worker_traits import WorkerTraits
 from baton.coordinator.routing.prefixes.prefix_index import Tier
 from baton.coordinator.routing.speeds.tier_speeds import TierSpeeds
 from baton.coordinator.state.requests import PromptHits, WorkerKey
-from baton.runtime.step_budget import StepTargets, Streams, prompt_share_alone, prompt_speed
+from baton.runtime.steps.step_budget import StepTargets, Streams, prompt_share_alone, prompt_speed
 
 # Time until the first bytes of a load from host memory have arrived.
 _LOAD_BASE_S = 0.001

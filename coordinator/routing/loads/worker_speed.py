@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from baton.runtime.latency import LatencyModel
-from baton.runtime.latency_fit import StepTerms, log_error
+from baton.runtime.steps.latency import LatencyModel
+from baton.runtime.steps.latency_fit import StepTerms, log_error
 
 # Number of latest steps that are compared, and of those of one kind of work that are enough.
 _NUM_STEPS, _FEWEST = 48, 12

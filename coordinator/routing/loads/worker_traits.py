@@ -9,8 +9,8 @@ from typing import Protocol
 from baton.coordinator.routing.loads.latency import LatencyRegistry, WorkerKind
 from baton.coordinator.routing.prefixes.prefix_match import HeldPrefix
 from baton.coordinator.state.requests import PromptHits, WorkerKey
-from baton.runtime import kv_fingerprint
-from baton.runtime.latency import LatencyModel
+from baton.runtime.kv import kv_fingerprint
+from baton.runtime.steps.latency import LatencyModel
 from baton.v1 import cluster_pb2
 
 # Assumed bandwidth between host memory and the device of one rank: less than PCIe 4.0 x16 gives,
@@ -22,7 +22,7 @@ _TYPICAL_TOKENS = 4096
 
 
 class Latency(Protocol):
-    """Predicted seconds of prefills and decode steps on a worker kind (runtime/latency.py).
+    """Predicted seconds of prefills and decode steps on a worker kind (runtime/steps/latency.py).
 
     Attributes:
         model: the present model of the worker kind.

@@ -1,6 +1,7 @@
 """Index of the KV blocks that each worker holds, used to route a prompt to its prefix.
 
-Blocks are identified by chained hashes (runtime/block_hashes.py). A worker holds blocks in three
+Blocks are identified by chained hashes (runtime/prompts/block_hashes.py). A worker holds blocks in
+three
 tiers: its engine's prefix cache on the device, and its KV store in host memory and on disk. The
 index has two sources: the workers' reports, which are exact, and the coordinator's expectations. A
 prompt that was sent to a worker and is not computed yet is expected to be in its prefix cache soon;

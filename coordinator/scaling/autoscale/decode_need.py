@@ -15,7 +15,7 @@ from baton.coordinator.scaling.autoscale.corrections import REPORTED_CORRECTION
 from baton.coordinator.scaling.autoscale.need import TARGET_MARGIN, Need, lanes_with_targets
 from baton.coordinator.scaling.autoscale.types import Observation, Sample
 from baton.coordinator.state.scaling_config import ScalingConfig
-from baton.runtime.step_budget import reachable_itl_s
+from baton.runtime.steps.step_budget import reachable_itl_s
 
 # Share of a decode worker's KV cache that may be filled.
 _KV_SHARE = 0.9

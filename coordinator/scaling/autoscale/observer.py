@@ -30,7 +30,7 @@ from baton.coordinator.state.scaling_config import ScalingConfig
 from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.coordinator.telemetry.stats import CoreStats
 from baton.runtime.enum_names import lane_name
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 from baton.runtime.ttft_target import TtftTarget
 from baton.v1 import cluster_pb2, common_pb2
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from baton.coordinator.state.demand import Work
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 from baton.runtime.ttft_target import TtftTarget
 
 # Upper limit of the computed number of workers.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from baton.coordinator.state.demand import Work
 from baton.coordinator.state.pools import Pool
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 
 
 class Phase(Enum):

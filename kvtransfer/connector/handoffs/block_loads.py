@@ -13,7 +13,7 @@ from baton.kvtransfer.engine_port import Claim
 from baton.kvtransfer.frames import checksum
 from baton.kvtransfer.head_ranges import HeadRange
 from baton.kvtransfer.layout import KvLayout
-from baton.runtime.kv_groups import KvGroup
+from baton.runtime.kv.kv_groups import KvGroup
 from baton.v1 import kv_transfer_pb2
 
 

@@ -20,7 +20,7 @@ from baton.kvtransfer.connector.step_report import StepReport
 from baton.kvtransfer.connector.step_work import StepCounter, StepWork, num_computed_tokens
 from baton.kvtransfer.engine_port import EnginePort
 from baton.kvtransfer.layout import KvLayout
-from baton.runtime.kv_groups import NULL_BLOCK
+from baton.runtime.kv.kv_groups import NULL_BLOCK
 from baton.v1 import kv_transfer_pb2
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ _CANCELLED = kv_transfer_pb2.REFUSAL_REASON_CANCELLED
 # on one core of a CPU, and less than 0.1 ms on a GPU.
 _CLEARED_BYTES = 64 * 2**20
 # Large caches are cleared in this number of steps, with more bytes in each step, because a worker
-# has to delete its blocks within a limit (runtime/cache_drops.py), and a step with prompts may take
-# 0.6 s.
+# has to delete its blocks within a limit (runtime/kv/cache_drops.py), and a step with prompts may
+# take 0.6 s.
 _MOST_CLEARING_STEPS = 64
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.runtime.fetches import MAX_KEPT_SHARE
-from baton.runtime.kv_groups import KvGroup
+from baton.runtime.kv.fetches import MAX_KEPT_SHARE
+from baton.runtime.kv.kv_groups import KvGroup
 
 
 @dataclass(frozen=True, slots=True)

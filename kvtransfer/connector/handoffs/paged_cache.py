@@ -17,7 +17,7 @@ import torch
 
 from baton.kvtransfer.head_ranges import HeadRange
 from baton.kvtransfer.layout import KvLayout
-from baton.runtime.kv_groups import KvGroup
+from baton.runtime.kv.kv_groups import KvGroup
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 

@@ -20,7 +20,7 @@ from baton.kvtransfer.connector.handoffs.rank_loads import RankLoads
 from baton.kvtransfer.engine_port import EnginePort, split_blocks
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.pipeline_stages import PipelineStage
-from baton.runtime.kv_groups import KvGroup
+from baton.runtime.kv.kv_groups import KvGroup
 
 # Threads that verify loads: one computes checksums of some 7 GB/s, and a bus brings 50. A send uses
 # one thread for them: more took the interpreter lock from the model's launches too often.

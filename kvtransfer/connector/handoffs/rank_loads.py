@@ -21,7 +21,7 @@ from baton.kvtransfer.connector.handoffs.handoff_step import Load, LoadReport
 from baton.kvtransfer.engine_port import Claim, EnginePort, PendingClaim
 from baton.kvtransfer.head_ranges import HeadRange, head_ranges, sources
 from baton.kvtransfer.layout import KvLayout
-from baton.runtime.kv_groups import KvGroup
+from baton.runtime.kv.kv_groups import KvGroup
 from baton.v1 import kv_transfer_pb2
 
 _CHECKSUM = kv_transfer_pb2.REFUSAL_REASON_CHECKSUM

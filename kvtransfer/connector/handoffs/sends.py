@@ -11,7 +11,7 @@ from baton.kvtransfer.connector.step_work import num_computed_tokens
 from baton.kvtransfer.engine_port import EnginePort
 from baton.kvtransfer.handoff_orders import SendHandoff
 from baton.kvtransfer.layout import KvLayout
-from baton.runtime.kv_groups import KvGroup
+from baton.runtime.kv.kv_groups import KvGroup
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

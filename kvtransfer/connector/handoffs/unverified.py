@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from baton.runtime.kv_groups import NULL_BLOCK, KvGroup
+from baton.runtime.kv.kv_groups import NULL_BLOCK, KvGroup
 
 
 class _Filling(NamedTuple):

@@ -13,8 +13,8 @@ from typing import TypeAlias
 
 from baton.kvtransfer.block_changes import BlockChanges, CacheChange
 from baton.kvtransfer.disk.orders import BlockName, BlockSelection, owner_of
-from baton.runtime.block_hashes import block_hashes, root_of
-from baton.runtime.prompt_images import ImageKey
+from baton.runtime.prompts.block_hashes import block_hashes, root_of
+from baton.runtime.prompts.prompt_images import ImageKey
 
 # vLLM's hash of a block (ExternalBlockHash).
 Name: TypeAlias = int | bytes

@@ -1684,7 +1684,7 @@ class CacheEvents(_message.Message):
     The hash of a full block of Capacity.block_size_tokens tokens is xxh3_64 over its token IDs, as
     little-endian 4-byte words, seeded with the hash of the previous block; the seed of the first
     block is 0, or follows from adapter and salt. The images that a block has tokens of change its
-    seed (root_of and image_seed of runtime/block_hashes.py). A block is stored after the previous
+    seed (root_of and image_seed of runtime/prompts/block_hashes.py). A block is stored after the previous
     block and removed before it.
     """
 

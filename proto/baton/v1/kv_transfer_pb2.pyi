@@ -288,7 +288,7 @@ class HandoffOpen(_message.Message):
     epoch: _builtins.int
     num_blocks: _builtins.int
     """Size of the handoff in blocks of the smallest block size of all groups. It determines which
-    blocks of each group the handoff holds (runtime/kv_groups.py).
+    blocks of each group the handoff holds (runtime/kv/kv_groups.py).
     """
     num_tokens: _builtins.int
     """Prompt tokens that the blocks hold; the last block may be partly filled."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import uvloop
 
-from baton.runtime import main_coroutine, output_streams, quick_start
+from baton.runtime.process import main_coroutine, output_streams, quick_start
 
 
 class SignalReceived(BaseException):

@@ -21,7 +21,7 @@ from typing import cast
 import grpc
 
 from baton.runtime.config_error import ConfigError
-from baton.runtime.watched_file import WatchedFiles
+from baton.runtime.security.watched_file import WatchedFiles
 
 _log = logging.getLogger(__name__)
 

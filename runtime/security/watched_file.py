@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
 from baton.runtime.config_error import ConfigError
-from baton.runtime.secret_format import SECRETS, is_secret
+from baton.runtime.security.secret_format import SECRETS, is_secret
 
 T = TypeVar("T")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton.runtime import kv_groups
-from baton.runtime.kv_groups import Kind, KvGroup
+from baton.runtime.kv import kv_groups
+from baton.runtime.kv.kv_groups import Kind, KvGroup
 from baton.v1 import kv_transfer_pb2
 
 _KINDS: dict[Kind, kv_transfer_pb2.KvGroup.Kind.ValueType] = {

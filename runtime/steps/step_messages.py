@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.runtime.durations import duration, to_seconds
-from baton.runtime.step_budget import StepTargets
+from baton.runtime.steps.step_budget import StepTargets
 from baton.v1 import cluster_pb2
 
 

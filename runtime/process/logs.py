@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import ClassVar
 
-from baton.runtime import output_streams
+from baton.runtime.process import output_streams
 
 
 class _Formatter(logging.Formatter):

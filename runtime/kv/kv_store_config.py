@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from baton.runtime.free_memory import free_bytes
+from baton.runtime.process.free_memory import free_bytes
 from baton.runtime.section import Section
 
 # Share of the free memory that a worker takes by default, and the most that it takes.

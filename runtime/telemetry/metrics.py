@@ -15,13 +15,13 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from baton.runtime.addresses import split_address
 from baton.runtime.config_error import ConfigError
-from baton.runtime.dial import bearer
-from baton.runtime.refusals import Refusals
-from baton.runtime.security_config import SecurityConfig
-from baton.runtime.tls import TlsFiles
-from baton.runtime.watched_file import WatchedFiles, watched_secret
+from baton.runtime.network.addresses import split_address
+from baton.runtime.security.dial import bearer
+from baton.runtime.security.refusals import Refusals
+from baton.runtime.security.security_config import SecurityConfig
+from baton.runtime.security.tls import TlsFiles
+from baton.runtime.security.watched_file import WatchedFiles, watched_secret
 
 # Each connection has a thread. Scrapes take milliseconds, so the oldest connection is closed first.
 _MAX_CONNECTIONS = 32

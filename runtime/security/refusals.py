@@ -12,7 +12,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from baton.runtime.tls import Handshakes
+from baton.runtime.security.tls import Handshakes
 
 _log = logging.getLogger(__name__)
 

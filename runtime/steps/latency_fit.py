@@ -25,8 +25,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
-from baton.runtime.latency import LatencyModel
-from baton.runtime.least_squares import non_negative
+from baton.runtime.steps.latency import LatencyModel
+from baton.runtime.steps.least_squares import non_negative
 from baton.v1 import cluster_pb2
 
 # Weight of the prior in steps, per coefficient. It is small, so that steps whose lengths differ by

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-from baton.runtime import output_streams
+from baton.runtime.process import output_streams
 
 _INTERRUPTED = 130
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import xxhash
 
-from baton.runtime.block_hashes import root_of
-from baton.runtime.prompt_images import keyed_tokens
+from baton.runtime.prompts.block_hashes import root_of
+from baton.runtime.prompts.prompt_images import keyed_tokens
 from baton.v1 import common_pb2
 
 

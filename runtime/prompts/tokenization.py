@@ -15,11 +15,11 @@ import jinja2
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import processors
 
-from baton.runtime.chat_continuation import mark_end, up_to_mark
-from baton.runtime.chat_templates import TEMPLATE_FILES, ChatTemplates
 from baton.runtime.config_error import ConfigError
 from baton.runtime.errors import InvalidArgument, shown
-from baton.runtime.json_files import read_json
+from baton.runtime.prompts.chat_continuation import mark_end, up_to_mark
+from baton.runtime.prompts.chat_templates import TEMPLATE_FILES, ChatTemplates
+from baton.runtime.prompts.json_files import read_json
 from baton.v1 import inference_pb2
 
 _FILES = (

@@ -8,14 +8,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from baton.runtime import api_keys
-from baton.runtime.api_keys import Grants, LaneName
 from baton.runtime.errors import BatonError, PermissionDenied, ResourceExhausted, Unauthenticated
-from baton.runtime.jwt_tokens import BadToken, JwtVerifier
-from baton.runtime.refusals import Refusals
-from baton.runtime.secret_format import secret_of
-from baton.runtime.security_config import JwtConfig, SecurityConfig
-from baton.runtime.watched_file import WatchedFiles, watched_secret
+from baton.runtime.security import api_keys
+from baton.runtime.security.api_keys import Grants, LaneName
+from baton.runtime.security.jwt_tokens import BadToken, JwtVerifier
+from baton.runtime.security.refusals import Refusals
+from baton.runtime.security.secret_format import secret_of
+from baton.runtime.security.security_config import JwtConfig, SecurityConfig
+from baton.runtime.security.watched_file import WatchedFiles, watched_secret
 from baton.v1 import common_pb2
 
 _INFERENCE, _ADMIN = "Inference", "Admin"

@@ -6,10 +6,10 @@ import ipaddress
 import logging
 from typing import NamedTuple
 
-from baton.runtime.addresses import split_address
 from baton.runtime.config import BatonConfig
 from baton.runtime.config_error import ConfigError
-from baton.runtime.security_config import SecurityConfig
+from baton.runtime.network.addresses import split_address
+from baton.runtime.security.security_config import SecurityConfig
 
 _log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ label values.
 
 from __future__ import annotations
 
-from baton.runtime.kv_transports import TRANSPORTS
+from baton.runtime.kv.kv_transports import TRANSPORTS
 from baton.v1 import kv_transfer_pb2
 
 # Histogram bounds in seconds; a handoff over shared memory commits in under a millisecond.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from baton.runtime.access import Access
 from baton.runtime.config_error import ConfigError
-from baton.runtime.dial import within_cluster
-from baton.runtime.refusals import Refusals
-from baton.runtime.security_config import JwtConfig, SecurityConfig
-from baton.runtime.tls import CONFIG_KEYS
-from baton.runtime.watched_file import watched_secret
+from baton.runtime.security.access import Access
+from baton.runtime.security.dial import within_cluster
+from baton.runtime.security.refusals import Refusals
+from baton.runtime.security.security_config import JwtConfig, SecurityConfig
+from baton.runtime.security.tls import CONFIG_KEYS
+from baton.runtime.security.watched_file import watched_secret
 
 _JWT = "security.jwt.key_file"
 _SECRETS = ("api_keys_file", "cluster_token_file", "metrics_token_file")

@@ -12,17 +12,17 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from baton.runtime.addresses import split_address
 from baton.runtime.config_error import ConfigError
-from baton.runtime.dial import PLAIN, Dial
-from baton.runtime.guard import Guard
-from baton.runtime.open_files import connection_limit
-from baton.runtime.tls import Handshakes, TlsFiles
+from baton.runtime.network.addresses import split_address
+from baton.runtime.process.open_files import connection_limit
+from baton.runtime.security.dial import PLAIN, Dial
+from baton.runtime.security.guard import Guard
+from baton.runtime.security.tls import Handshakes, TlsFiles
 
 if TYPE_CHECKING:
     # Clients use neither module, and importing them would more than double a client's start time.
-    from baton.runtime.access import Access
-    from baton.runtime.security_config import SecurityConfig
+    from baton.runtime.security.access import Access
+    from baton.runtime.security.security_config import SecurityConfig
 
 # Largest message: the submission of the longest prompt, or one step's outputs.
 MAX_MESSAGE_BYTES = 16 * 2**20
@@ -151,7 +151,7 @@ def server(
         max_sent_bytes: Largest sent message, if larger than `max_message_bytes`.
         protection: Authentication and limits; None allows every call.
     """
-    from baton.runtime.security_config import SecurityConfig
+    from baton.runtime.security.security_config import SecurityConfig
 
     limits = protection.config if protection is not None else SecurityConfig()
     most_pending = max(limits.max_calls, _LEAST_PENDING_CALLS)

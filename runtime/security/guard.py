@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from baton.runtime.dial import AUTHORIZATION
 from baton.runtime.errors import (
     BatonError,
     DeadlineExceeded,
@@ -21,11 +20,17 @@ from baton.runtime.errors import (
     ResourceExhausted,
     abort,
 )
-from baton.runtime.tls import Handshakes
-from baton.runtime.unchecked_calls import CURRENT, UncheckedCall, UncheckedCalls, evicted_error
+from baton.runtime.security.dial import AUTHORIZATION
+from baton.runtime.security.tls import Handshakes
+from baton.runtime.security.unchecked_calls import (
+    CURRENT,
+    UncheckedCall,
+    UncheckedCalls,
+    evicted_error,
+)
 
 if TYPE_CHECKING:
-    from baton.runtime.access import Access
+    from baton.runtime.security.access import Access
 
 _ADMIN = "baton.v1.Admin"
 _CELL_SERVICES = frozenset({"baton.v1.Cluster", "baton.v1.KvTransfer"})

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from baton.runtime.config import StepsConfig
-from baton.runtime.latency import LatencyModel
+from baton.runtime.steps.latency import LatencyModel
 
 # Share of the longest gap that the predicted time of one step may take, because predictions err.
 _GAP_MARGIN = 0.9

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.runtime.tls import TlsFiles
-from baton.runtime.watched_file import watched_secret
+from baton.runtime.security.tls import TlsFiles
+from baton.runtime.security.watched_file import watched_secret
 
 if TYPE_CHECKING:
-    from baton.runtime.security_config import SecurityConfig
+    from baton.runtime.security.security_config import SecurityConfig
 
 AUTHORIZATION = "authorization"
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from baton.runtime.prompt_images import ImageKey
+from baton.runtime.prompts.prompt_images import ImageKey
 
 ROOT = 0
 """Parent hash of a prompt's first block, for the base model and without a salt."""
@@ -51,7 +51,7 @@ def block_hashes(
         block_size_tokens: Tokens per block, at least 1.
         parent: Hash of the block before the first of these tokens.
         image_keys: For each block the images that it has tokens of (block_keys of
-            runtime/prompt_images.py); empty: none.
+            runtime/prompts/prompt_images.py); empty: none.
 
     Returns:
         One 64-bit hash per block, 8 bytes each.

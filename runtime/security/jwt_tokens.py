@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from baton.runtime.api_keys import Grants
 from baton.runtime.config_error import ConfigError
-from baton.runtime.security_config import JwtConfig
-from baton.runtime.watched_file import WatchedFiles
+from baton.runtime.security.api_keys import Grants
+from baton.runtime.security.security_config import JwtConfig
+from baton.runtime.security.watched_file import WatchedFiles
 
 _ALGORITHMS = ["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "EdDSA"]
 _CLAIMS = ("tenant", "lanes", "admin", "max_prompt_tokens", "max_output_tokens", "max_concurrent")

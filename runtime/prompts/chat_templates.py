@@ -16,8 +16,8 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.runtime.config_error import ConfigError
-from baton.runtime.content_format import reads_parts
-from baton.runtime.json_files import read_json
+from baton.runtime.prompts.content_format import reads_parts
+from baton.runtime.prompts.json_files import read_json
 
 # Files of templates in a model directory, beside tokenizer_config.json.
 TEMPLATE_FILES = (

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, field_validator
 
-from baton.runtime.kv_transports import DEFAULT_TRANSPORTS, TRANSPORTS
+from baton.runtime.kv.kv_transports import DEFAULT_TRANSPORTS, TRANSPORTS
 from baton.runtime.section import PositiveInt, PositiveSeconds, Section
 
 
