@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from baton.bench.random_cells import HARDWARE, LogNormal
+from baton.bench.random_draws import HARDWARE, LogNormal
 from baton.load.traces import Arrival
 from baton.runtime.config import parse
 from baton.simulator.run import simulate
