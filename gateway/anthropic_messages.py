@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from itertools import pairwise, zip_longest
 from json.encoder import encode_basestring_ascii as quoted
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import partial_json_parser
 from vllm.entrypoints.anthropic.protocol import (
@@ -25,13 +25,19 @@ from vllm.entrypoints.anthropic.protocol import (
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 
+from baton.client import Finished, Tokens, Usage
 from baton.gateway.anthropic_route import error_body
 from baton.gateway.body_parser import check_length, json_object, parse_as
+from baton.gateway.converted_chat import TEXT, chat_delta, split_at_text
 from baton.gateway.error_responses import HttpError, invalid_value
 from baton.gateway.fail_fast import FailFast
 from baton.gateway.parsed_request import session_id
-from baton.gateway.plain_chunks import TEXT, PlainChunks, split_at_text
+from baton.gateway.rendered_prompt import RenderedPrompt
 from baton.gateway.request_bodies import MAX_PARTS, template_kwargs
+from baton.gateway.response_rendering import ResponseHead, finish_fields, usage
+
+if TYPE_CHECKING:
+    from baton.gateway.vllm_parsers import ChoiceOutputParser
 
 # The conversions use no attribute of the instance, whose constructor needs an engine.
 _CONVERTER: Any = object.__new__(AnthropicServingMessages)
@@ -59,9 +65,10 @@ _BLOCKS = get_args(AnthropicContentBlock.model_fields["type"].annotation)
 _OF_SERVER_TOOLS = ("_tool_use", "_tool_result")
 # Text of an assistant's turn that has neither a text nor calls, such as a thought that was cut off.
 _NO_TEXT = "[no text]"
-# How an event with a part of a content block begins, and the fields of its delta with a text.
+# How an event with a part of a content block begins, and the fields with a text by those of chats.
 _BLOCK_DELTA = "event: content_block_delta\ndata: "
-_TEXT_FIELDS = {"text_delta": "text", "thinking_delta": "thinking"}
+_TEXT_FIELDS = {"content": "text", "reasoning": "thinking"}
+_DONE = "data: [DONE]"
 
 
 class MessageConversion:
@@ -85,59 +92,127 @@ class MessageConversion:
         self.chat = _converted(request)
         if stop is not None:
             self.chat["stop"] = stop
-        if request.stream:
-            # The chat route puts the prompt's tokens into the first chunk of a message.
-            self.chat["stream_options"] = {"include_usage": True}
         user = (request.metadata or {}).get("user_id")
         if isinstance(user, str) and user:
             # Claude Code names its session there. Its requests share a prefix.
             self.chat["prompt_cache_key"] = session_id(user)
-        self._converter, self._begun = _StreamConverter(), False
-        self._arguments = _StreamedArguments()
-        # The chunks like the last one, and the parts of their events around the text.
-        self._plain: PlainChunks | None = None
-        self._start = self._end = ""
 
-    def whole(self, response: bytes) -> bytes:
+    def whole(self, completion: dict[str, Any]) -> bytes:
         """Converts a chat completion to a message."""
-        completion = ChatCompletionResponse.model_validate_json(response)
-        choice = completion.choices[0]
+        validated = ChatCompletionResponse.model_validate(completion)
+        choice = validated.choices[0]
         for call in choice.message.tool_calls:
             arguments = _as_object(call.function.arguments, choice.finish_reason == "length")
             call.function.arguments = json.dumps(arguments)
-        converted = _CONVERTER.messages_full_converter(completion)
+        converted = _CONVERTER.messages_full_converter(validated)
         found: dict[str, Any] = converted.model_dump(exclude_none=True)
         # Clients expect these fields, also if they are null.
         found |= {name: getattr(converted, name) for name in ("stop_reason", "stop_sequence")}
         return json.dumps(found).encode()
 
-    def events(self, chunk: str) -> str:
-        """Converts a chunk of a streamed chat completion to events of a message."""
-        plain = self._plain
-        if plain is not None and (text := plain.text(chunk)) is not None:
-            return f"{self._start}{quoted(text)}{self._end}"
-        events = []
-        if not self._begun:
-            self._begun = True
-            events += self._converter.convert(_with_only_a_role(chunk))
-        events += self._converter.convert(self._arguments.checked(chunk))
-        self._plain = PlainChunks.like(chunk)
-        if self._plain is not None and not self._split(events[-1] if events else ""):
-            self._plain = None
-        return "".join(events)
+    def stream(self, head: ResponseHead) -> MessageStream:
+        """Begins a streamed message."""
+        return MessageStream(head)
 
-    def failed(self, error: dict[str, Any], request_id: str) -> str:
-        """Returns the event that ends a stream with an error."""
-        return f"event: error\ndata: {error_body(500, error, request_id).decode()}\n\n"
+
+class MessageStream:
+    """Renders the events of a streamed message, and of its only choice.
+
+    vLLM's converter renders them from the chunks of a chat. Nearly all events differ from the
+    previous one only in their text: these are rendered without the converter, which keeps nothing
+    of them, at a tenth of the cost.
+
+    Args:
+        head: Shared fields of the response.
+    """
+
+    def __init__(self, head: ResponseHead) -> None:
+        self._head = head
+        self._num_prompt_tokens, self._parser = 0, cast("ChoiceOutputParser | None", None)
+        self._converter, self._has_begun = _StreamConverter(), False
+        self._arguments = _StreamedArguments()
+        # Field of the last delta, if it had nothing but a text, and the parts of its event around
+        # the text.
+        self._text_field, self._start, self._end = "", "", ""
+
+    def choice(
+        self,
+        index: int,
+        num_prompt_tokens: int,
+        prompt: RenderedPrompt,
+        parser: ChoiceOutputParser | None,
+    ) -> MessageStream:
+        """Like ResponseStream.choice; a message has one choice."""
+        self._num_prompt_tokens, self._parser = num_prompt_tokens, parser
+        return self
+
+    def render(self, tokens: Tokens | None, finished: Finished | None) -> bytes:
+        """Like ChoiceRenderer.render."""
+        delta = chat_delta(self._parser, tokens, finished)
+        if delta is None:
+            return b""
+        if finished is None and len(delta) == 1 and (text := delta.get(self._text_field)):
+            return self._text_event(text)
+        end = finish_fields(self._head.request, finished, self._parser) if finished else None
+        return self._converted(delta, end).encode()
+
+    def delta_renderer(self, record: Callable[[], None]) -> Callable[[Tokens], bytes]:
+        """Like ChoiceRenderer.delta_renderer."""
+        is_text = self._parser is None
+
+        def render(tokens: Tokens) -> bytes:
+            record()
+            if is_text and self._text_field and tokens.text:
+                return self._text_event(tokens.text)
+            return self.render(tokens, None)
+
+        return render
+
+    def end(
+        self, usages: Sequence[Usage], parsers: Sequence[ChoiceOutputParser | None] = ()
+    ) -> bytes:
+        """Like ResponseStream.end."""
+        used = usage(self._head.request, usages, parsers)
+        events = [*self._converter.convert(self._chunk([], used)), *self._converter.convert(_DONE)]
+        return "".join(events).encode()
+
+    def failure(self, error: HttpError, request_id: str) -> bytes:
+        """Like ResponseStream.failure."""
+        return b"event: error\ndata: " + error_body(500, error, request_id) + b"\n\n"
 
     def close(self) -> None:
-        """Ends the conversion; idempotent."""
+        """Ends the converter; idempotent."""
         self._converter.close()
 
-    def _split(self, event: str) -> bool:
-        """Splits the event of a plain chunk at its text, for the plain chunks that follow.
+    def _text_event(self, text: str) -> bytes:
+        return f"{self._start}{quoted(text)}{self._end}".encode()
 
-        The converter keeps nothing of such an event, so it need not see those chunks.
+    def _converted(self, delta: dict[str, Any], end: dict[str, Any] | None) -> str:
+        """Returns the events of a delta, from vLLM's converter."""
+        events = []
+        if not self._has_begun:
+            self._has_begun = True
+            # The converter makes the message's start from the first chunk and drops its content.
+            only_prompt = Usage(self._num_prompt_tokens, 0, 0)
+            used = usage(self._head.request, [only_prompt], [self._parser])
+            first = {"index": 0, "delta": {"role": "assistant"}}
+            events += self._converter.convert(self._chunk([first], used))
+        choice = {"index": 0, "delta": self._arguments.checked(delta), **(end or {})}
+        events += self._converter.convert(self._chunk([choice], None))
+        self._text_field = ""
+        if end is None and len(delta) == 1 and events:
+            (field,) = delta
+            if field in _TEXT_FIELDS and self._split(events[-1], _TEXT_FIELDS[field]):
+                self._text_field = field
+        return "".join(events)
+
+    def _chunk(self, choices: list[dict[str, Any]], used: dict[str, Any] | None) -> str:
+        """Renders a chunk of a chat for the converter."""
+        fields = self._head.fields("chat.completion.chunk")
+        return f"data: {json.dumps({**fields, 'choices': choices, 'usage': used})}"
+
+    def _split(self, event: str, text_field: str) -> bool:
+        """Splits the event of a delta with a text at its text, for the deltas that follow.
 
         Returns:
             Whether the event has a text: the converter holds back a text after a tool call.
@@ -145,10 +220,9 @@ class MessageConversion:
         if not event.startswith(_BLOCK_DELTA):
             return False
         found = json.loads(event.removeprefix(_BLOCK_DELTA))
-        field = _TEXT_FIELDS.get(found["delta"]["type"])
-        if field is None:
+        if text_field not in found["delta"]:
             return False
-        found["delta"][field] = TEXT
+        found["delta"][text_field] = TEXT
         start, end = split_at_text(found)
         self._start, self._end = f"{_BLOCK_DELTA}{start}", f"{end}\n\n"
         return True
@@ -164,24 +238,23 @@ class _StreamedArguments:
         # By the index of a call with arguments: whether they begin an object.
         self._are_objects: dict[int, bool] = {}
 
-    def checked(self, chunk: str) -> str:
-        """Returns a chunk without the arguments that are left out."""
-        # Within a text, the quotation marks would be escaped.
-        if '"tool_calls":[{' not in chunk:
-            return chunk
-        found = json.loads(chunk.removeprefix("data: "))
-        for choice in found["choices"]:
-            for call in choice["delta"].get("tool_calls") or ():
-                function = call.get("function") or {}
-                arguments: str = function.get("arguments") or ""
-                index = call["index"]
-                if index not in self._are_objects:
-                    # Clients cannot parse white space alone.
-                    arguments = arguments.lstrip()
-                    if arguments:
-                        self._are_objects[index] = arguments.startswith("{")
-                function["arguments"] = arguments if self._are_objects.get(index) else ""
-        return f"data: {json.dumps(found)}"
+    def checked(self, delta: dict[str, Any]) -> dict[str, Any]:
+        """Returns a chat's delta without the arguments that are left out."""
+        if "tool_calls" not in delta:
+            return delta
+        return {**delta, "tool_calls": [self._checked_call(one) for one in delta["tool_calls"]]}
+
+    def _checked_call(self, call: dict[str, Any]) -> dict[str, Any]:
+        function = call.get("function") or {}
+        arguments: str = function.get("arguments") or ""
+        index = call["index"]
+        if index not in self._are_objects:
+            # Clients cannot parse white space alone.
+            arguments = arguments.lstrip()
+            if arguments:
+                self._are_objects[index] = arguments.startswith("{")
+        kept = arguments if self._are_objects.get(index) else ""
+        return {**call, "function": {**function, "arguments": kept}}
 
 
 class _StreamConverter:
@@ -320,14 +393,6 @@ def _as_object(arguments: str, is_cut_off: bool) -> dict[str, Any]:
         with contextlib.suppress(ValueError, IndexError):
             found = partial_json_parser.loads(arguments) if is_cut_off else None
     return found if isinstance(found, dict) else {}
-
-
-def _with_only_a_role(chunk: str) -> str:
-    """Returns the chunk without content: the converter makes the message's start from it."""
-    start = json.loads(chunk.removeprefix("data: "))
-    for choice in start["choices"]:
-        choice["delta"], choice["finish_reason"] = {"role": "assistant"}, None
-    return f"data: {json.dumps(start)}"
 
 
 def _converted(

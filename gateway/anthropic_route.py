@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: its errors, and counting tokens."""
+"""Anthropic's Messages API: its dialect, and counting tokens."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 from starlette.datastructures import Headers
 
-from baton.gateway.converted_route import Conversion, vllm_module
+from baton.gateway.converted_chat import Conversion, ConvertedDialect, vllm_module
 from baton.gateway.coordinator_queries import with_bearer
+from baton.gateway.error_responses import HttpError
 from baton.gateway.parsed_request import session_in
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
@@ -37,28 +38,36 @@ _ERROR_TYPES = {
 }
 
 
-class Messages:
+class Messages(ConvertedDialect):
     """The dialect of /v1/messages."""
 
-    path, module = MESSAGES, _MODULE
-    names: Mapping[str, str] = _NAMES
+    path, id_prefix = MESSAGES, "msg"
+    module, names = _MODULE, _NAMES
+    # It stands for thinking that is disabled, which is no effort.
+    lowers_effort = True
 
-    def begin(self, module: ModuleType, body: bytes, headers: Headers) -> Conversion:
+    def convert(self, module: ModuleType, body: bytes, headers: Headers) -> Conversion:
         conversion: Conversion = module.MessageConversion(body)
         if session_in(headers) is not None:
             # Agents put the user into the metadata, and the session into a header.
             conversion.chat.pop("prompt_cache_key", None)
         return conversion
 
-    def error_body(self, status: int, error: dict[str, Any], request_id: str) -> bytes:
-        return error_body(status, error, request_id)
+    def error_body(self, error: HttpError, request_id: str) -> bytes:
+        return error_body(error.status, error, request_id)
 
 
-def error_body(status: int, error: dict[str, Any], request_id: str) -> bytes:
-    """Returns an error as JSON in Anthropic's form; arguments as in Dialect.error_body."""
+def error_body(status: int, error: HttpError, request_id: str) -> bytes:
+    """Returns an error as JSON in Anthropic's form.
+
+    Args:
+        status: HTTP status that determines the error's type.
+        error: The error.
+        request_id: ID of the request; may be empty.
+    """
     default = "invalid_request_error" if status < 500 else "api_error"
-    told: dict[str, Any] = {"type": _ERROR_TYPES.get(status, default), "message": error["message"]}
-    if error["param"] == "thread":
+    told: dict[str, Any] = {"type": _ERROR_TYPES.get(status, default), "message": str(error)}
+    if error.param == "thread":
         # Anthropic's clients then send the whole conversation instead, without a thread.
         told["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     body = {"type": "error", "error": told}

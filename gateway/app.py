@@ -14,24 +14,25 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from baton import __version__
 from baton.gateway import body_reader, error_responses
-from baton.gateway.anthropic_route import COUNT_TOKENS, MESSAGES, Messages, count_tokens
+from baton.gateway.anthropic_route import COUNT_TOKENS, Messages, count_tokens
 from baton.gateway.batches import BATCHES, FILES
 from baton.gateway.batches.database import Database
 from baton.gateway.caller_slots import CallerSlots
 from baton.gateway.cells import Cells
 from baton.gateway.client_disconnect import until_disconnect
-from baton.gateway.converted_route import ConvertedRoute, Dialect, error_response
 from baton.gateway.coordinator_queries import QueryLimiter
 from baton.gateway.dashboard.routes import DASHBOARD, DashboardRoutes
+from baton.gateway.dialect import Dialect
 from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError
-from baton.gateway.generation import CHAT, COMPLETIONS, Generation
+from baton.gateway.generation import Generation
 from baton.gateway.metrics import GatewayCollector, GatewayStats
 from baton.gateway.metrics_auth import MetricsAuth
 from baton.gateway.model_routes import MODELS, ModelRoutes
+from baton.gateway.openai_dialects import Chat, Completions
 from baton.gateway.pooling_route import POOLING_ROUTES, PoolingRoute
 from baton.gateway.response_store import ResponseStore
 from baton.gateway.responses_route import RESPONSES, Responses
@@ -77,7 +78,13 @@ class Gateway:
         database: Database | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.stats = GatewayStats((COMPLETIONS, CHAT, MESSAGES, RESPONSES), cells.failovers)
+        responses = Responses(
+            config.max_body_bytes, ResponseStore(config.stored_responses_bytes), cells
+        )
+        messages = Messages(config.max_body_bytes)
+        # The APIs of the generation routes.
+        dialects: tuple[Dialect, ...] = (Completions(), Chat(), messages, responses)
+        self.stats = GatewayStats(tuple(one.path for one in dialects), cells.failovers)
         self.pooling = _pooling_servers(config, self.stats)
         self.refusals = Refusals()
         self._metrics_auth = MetricsAuth(security or SecurityConfig(), self.refusals)
@@ -87,15 +94,9 @@ class Gateway:
         self._bodies = bodies = body_reader.BodyReader(config)
         self._cells = cells
         tokenizing = TokenizeRoutes(cells)
-        self._generations: dict[str, ASGIApp] = {
-            route: Generation(route, cells, config, bodies, self.stats, slots)
-            for route in (COMPLETIONS, CHAT)
+        self._generations = {
+            one.path: Generation(one, cells, config, bodies, self.stats, slots) for one in dialects
         }
-        responses = Responses(ResponseStore(config.stored_responses_bytes), cells)
-        dialects: tuple[Dialect, ...] = (Messages(), responses)
-        for dialect in dialects:
-            chat = Generation(dialect.path, cells, config, bodies, self.stats, slots)
-            self._generations[dialect.path] = ConvertedRoute(dialect, chat, bodies, self.stats)
         self.batches: BatchRunner | None = None
         batch_routes = _batches_off()
         if database is not None:
@@ -153,7 +154,7 @@ class Gateway:
                     self._counted(
                         COUNT_TOKENS,
                         self._with_body(count_tokens(tokenizing.tokenize)),
-                        partial(error_response, Messages()),
+                        partial(_dialect_response, messages),
                     ),
                     methods=["POST"],
                 ),
@@ -272,6 +273,15 @@ def _batches_off() -> RouteTable:
 
 async def _tokenizer_info(tokenizing: TokenizeRoutes, request: Request) -> Response:
     return JSONResponse(await tokenizing.info(request.headers))
+
+
+def _dialect_response(dialect: Dialect, problem: HttpError) -> Response:
+    """Returns an error response in the form of another API."""
+    kind = body_reader.response_class(problem.status)
+    body = dialect.error_body(problem, "")
+    response = kind(body, problem.status, media_type="application/json")
+    response.raw_headers += problem.headers()
+    return response
 
 
 def _response(problem: HttpError, headers: Mapping[str, str] | None = None) -> Response:

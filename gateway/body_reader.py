@@ -63,10 +63,9 @@ class BodyReader:
         """
         _check_type(headers)
         limit, timeout_s = self._config.max_body_bytes, self._config.read_timeout_s
-        too_large = HttpError(413, f"the body is longer than {limit} bytes", code="body_too_large")
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > limit:
-            raise too_large
+            raise body_too_large(limit)
         parts: list[bytes] = []
         num_bytes, more = 0, True
         with self._incomplete(headers) as grow:
@@ -79,7 +78,7 @@ class BodyReader:
                         parts.append(event.get("body", b""))
                         num_bytes += len(parts[-1])
                         if num_bytes > limit:
-                            raise too_large
+                            raise body_too_large(limit)
                         more = event.get("more_body", False)
                         if more:
                             grow(num_bytes)
@@ -121,6 +120,11 @@ class BodyReader:
         finally:
             for _ in range(num_taken):
                 blocks.give_back(caller)
+
+
+def body_too_large(limit: int) -> HttpError:
+    """The error for a body with more bytes than the limit."""
+    return HttpError(413, f"the body is longer than {limit} bytes", code="body_too_large")
 
 
 def _check_type(headers: Mapping[str, str]) -> None:

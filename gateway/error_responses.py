@@ -80,6 +80,18 @@ class HttpError(Exception):
         self.status, self.kind, self.param, self.code = status, kind, param, code
         self.retry_after_s, self.permanent = retry_after_s, permanent
 
+    def renamed(self, param: str, message: str) -> HttpError:
+        """Returns the same error about a field with another name."""
+        return HttpError(
+            self.status,
+            message,
+            kind=self.kind,
+            param=param,
+            code=self.code,
+            retry_after_s=self.retry_after_s,
+            permanent=self.permanent,
+        )
+
     def fields(self) -> dict[str, str | None]:
         """The error in OpenAI's form."""
         return {

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from json.encoder import encode_basestring_ascii as quoted
 from typing import TYPE_CHECKING, TypeVar
 
 from google.rpc import code_pb2
@@ -18,27 +16,19 @@ from starlette.types import Receive, Scope, Send
 
 from baton.client import Completion, Finished, RequestOptions, Tokens, TokenStream
 from baton.client.errors import AlreadyExistsError
-from baton.gateway import (
-    body_parser,
-    body_reader,
-    error_responses,
-    parsed_request,
-    request_bodies,
-    response_rendering,
-)
-from baton.gateway.anthropic_route import MESSAGES
+from baton.gateway import body_reader, error_responses, parsed_request
 from baton.gateway.caller_slots import CallerSlots
 from baton.gateway.cell import Cell
 from baton.gateway.cells import Cells
 from baton.gateway.choices import Choices, gather, incomplete_stream
 from baton.gateway.connections import CHUNK_WRITER, ChunkWriter
 from baton.gateway.coordinator_queries import request_credential
+from baton.gateway.dialect import ChoiceRenderer, Dialect, DialectRequest, ResponseStream
 from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError
 from baton.gateway.metrics import GatewayStats, RouteStats
 from baton.gateway.parsed_request import ParsedRequest
 from baton.gateway.rendered_prompt import RenderedPrompt, render_prompts
-from baton.gateway.request_bodies import ChatBody, GenerationBody
-from baton.gateway.responses_route import RESPONSES
+from baton.gateway.response_rendering import ResponseHead
 from baton.runtime.config import HttpConfig
 from baton.runtime.errors import RemoteError, shown
 from baton.runtime.names import REQUEST_IDS
@@ -51,11 +41,6 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-# The routes that serve chats; requests of all but CHAT have been converted to chats.
-_CHATS = (CHAT, MESSAGES, RESPONSES)
-# How the IDs of requests without one begin.
-_ID_PREFIXES = {COMPLETIONS: "cmpl", CHAT: "chatcmpl", MESSAGES: "msg", RESPONSES: "resp"}
 _JSON = (b"content-type", b"application/json")
 _SSE = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -69,7 +54,7 @@ _SSE = [
 class Generation:
     """The endpoint of one generation route, as an ASGI application."""
 
-    path: str
+    dialect: Dialect
     cells: Cells
     config: HttpConfig
     bodies: body_reader.BodyReader
@@ -85,15 +70,19 @@ class Exchange:
 
     def __init__(self, route: Generation, scope: Scope, receive: Receive, send: Send) -> None:
         self._route, self._receive, self._send = route, receive, send
-        self._headers = Headers(scope=scope)
+        self._dialect = route.dialect
+        self._headers = self._dialect.headers(Headers(scope=scope))
         self._writer: ChunkWriter | None = scope.get("extensions", {}).get(CHUNK_WRITER)
         self._started_at = time.monotonic()
         # The client's name of the request; proxies give several requests the same one.
         self._header_id = self._headers.get("x-request-id", "")
         # ID of the request without the header.
-        self._own_id = parsed_request.new_request_id(_ID_PREFIXES[route.path])
+        self._own_id = parsed_request.new_request_id(self._dialect.id_prefix)
         # ID of the request, which no other running request of the tenant has.
         self._id = self._header_id or self._own_id
+        # The request as it was read, and the response that streams.
+        self._dialect_request: DialectRequest | None = None
+        self._stream: ResponseStream | None = None
         self._choices: Choices | None = None
         # The cells that the request was sent to first and last.
         self._first: Cell | None = None
@@ -110,23 +99,20 @@ class Exchange:
             body = await self._route.bodies.read(self._receive, self._headers)
             # Count a request only after its body is complete, so that slow clients occupy no slot.
             slot.enter_context(self._route.slots.hold(request_credential(self._headers)))
-            request, chat = self._parse_body(body)
+            dialect_request = await self._dialect.read(body, self._headers)
+            self._dialect_request = dialect_request
+            request = self._parsed(dialect_request)
             session = request.options.get("session_id") or request.id
             cells = await self._route.cells.candidates(
                 request.options.get("model"), session, request_credential(self._headers)
             )
             watcher = asyncio.create_task(self._watch(), name="watch for a client disconnect")
-            await self._try_cells(cells, request, chat)
+            await self._try_cells(cells, request, dialect_request)
             self._latencies(request).e2e.observe(time.monotonic() - self._started_at)
         except body_reader.ClientDisconnected:
             status = CLIENT_CLOSED_REQUEST
         except (HttpError, RemoteError) as error:
-            names = request.names if request is not None else {}
-            problem = (
-                error
-                if isinstance(error, HttpError)
-                else error_responses.from_remote_error(error, names)
-            )
+            problem = self._as_http_error(error, request)
             status = CLIENT_CLOSED_REQUEST if self._disconnected else problem.status
             if not self._disconnected:
                 await self._fail(problem)
@@ -140,27 +126,29 @@ class Exchange:
         finally:
             # The counts come first: the awaits below may be cancelled.
             slot.close()
-            stats.requests[self._route.path, status] += 1
+            stats.requests[self._dialect.path, status] += 1
             self._count_failover()
             if watcher is not None:
                 watcher.cancel()
+            if self._stream is not None:
+                self._stream.close()
             await self._close_streams()
 
     async def _try_cells(
-        self, cells: Sequence[Cell], request: ParsedRequest, chat: ChatBody | None
+        self, cells: Sequence[Cell], request: ParsedRequest, dialect_request: DialectRequest
     ) -> None:
         """Serves the request from the first cell that can be reached."""
         self._first = cells[0]
         for number, cell in enumerate(cells, start=1):
             try:
                 try:
-                    await self._serve_from(cell, request, chat)
+                    await self._serve_from(cell, request, dialect_request)
                 except AlreadyExistsError:
                     if request.id != self._header_id or self._response_started:
                         raise
                     await self._close_streams()
                     request = self._with_own_id(request, "is the ID of a running request")
-                    await self._serve_from(cell, request, chat)
+                    await self._serve_from(cell, request, dialect_request)
                 return
             except RemoteError as error:
                 self._route.cells.report_failure(cell, error)
@@ -183,8 +171,10 @@ class Exchange:
         if first is not None and not taken_at <= {*first.client.addresses}:
             self._route.cells.failovers[first.name] += 1
 
-    async def _serve_from(self, cell: Cell, request: ParsedRequest, chat: ChatBody | None) -> None:
-        output_parser = await self._output_parser(cell, chat) if chat is not None else None
+    async def _serve_from(
+        self, cell: Cell, request: ParsedRequest, dialect_request: DialectRequest
+    ) -> None:
+        output_parser = await self._output_parser(cell, dialect_request)
         if output_parser is not None:
             request = output_parser.adjust_request(request)
         tokenizer = await self._tokenizer(cell, request, output_parser)
@@ -202,7 +192,7 @@ class Exchange:
         self._choices = Choices(len(requests), submit, self._remaining_s(request.options))
         self._cell = cell
         await (self._respond_stream if request.stream else self._respond_whole)(
-            self._choices, request, tokenizer, output_parser
+            self._choices, request, dialect_request, tokenizer, output_parser
         )
 
     def _remaining_s(self, options: RequestOptions) -> float | None:
@@ -217,45 +207,45 @@ class Exchange:
         if choices is not None:
             await choices.aclose()
 
-    def _parse_body(self, body: bytes) -> tuple[ParsedRequest, ChatBody | None]:
-        chat: ChatBody | None = None
-        if self._route.path in _CHATS:
-            chat = body_parser.parse_body(body, request_bodies.ChatBody)
-            request = parsed_request.from_chat_body(chat, self._set_request_id(chat), self._headers)
-            # The first event of a streamed message has the prompt's tokens.
-            request = replace(request, initial_usage=self._route.path == MESSAGES)
-        else:
-            completion = body_parser.parse_body(body, request_bodies.CompletionBody)
-            request = parsed_request.from_completion_body(
-                completion, self._set_request_id(completion), self._headers
-            )
-        request.options["route"] = self._route.path
+    def _parsed(self, dialect_request: DialectRequest) -> ParsedRequest:
+        """Converts the request for the coordinator, and determines its ID. Raises HttpError."""
+        if dialect_request.request_id is not None:
+            self._own_id = dialect_request.request_id
+            self._id = self._header_id or self._own_id
+        request = dialect_request.parsed(self._id, self._headers)
+        request.options["route"] = self._dialect.path
         limit = self._route.config.max_choices
         if request.num_choices > limit:
             allowed = f"prompts times n must be at most {limit}, is {request.num_choices}"
             raise error_responses.invalid_value("n", request.n, allowed)
         if request.id == self._header_id and not request.has_valid_id:
             request = self._with_own_id(request, f"is not {REQUEST_IDS}")
-        return request, chat
+        return request
 
-    async def _output_parser(self, cell: Cell, chat: ChatBody) -> ChatOutputParser | None:
+    def _as_http_error(
+        self, error: HttpError | RemoteError, request: ParsedRequest | None
+    ) -> HttpError:
+        if isinstance(error, RemoteError):
+            names = request.names if request is not None else {}
+            error = error_responses.from_remote_error(error, names)
+        asked = self._dialect_request
+        return asked.named(error) if asked is not None else error
+
+    async def _output_parser(
+        self, cell: Cell, dialect_request: DialectRequest
+    ) -> ChatOutputParser | None:
+        chat = dialect_request.chat
+        if chat is None:
+            return None
         if cell.parsers is not None:
-            # In Messages, "none" stands for thinking that is disabled, which is no effort.
             return await cell.parsers.chat(
                 chat,
                 request_credential(self._headers),
-                lowers_effort=self._route.path == MESSAGES,
+                lowers_effort=self._dialect.lowers_effort,
             )
         if chat.may_call:
             raise error_responses.tools_unsupported()
         return None
-
-    def _set_request_id(self, body: GenerationBody) -> str:
-        """Returns the request ID: from the header, the body, or generated."""
-        if body.request_id is not None:
-            self._own_id = body.request_id
-            self._id = self._header_id or self._own_id
-        return self._id
 
     def _with_own_id(self, request: ParsedRequest, reason: str) -> ParsedRequest:
         """Returns the request with the ID that it has without the header `x-request-id`."""
@@ -284,20 +274,19 @@ class Exchange:
         self,
         choices: Choices,
         request: ParsedRequest,
+        dialect_request: DialectRequest,
         tokenizer: Tokenizer | None,
         output_parser: ChatOutputParser | None,
     ) -> None:
         await choices.admit()
         indices = range(request.num_choices)
         completions = await gather([self._read_choice(request, choices, one) for one in indices])
-        head = response_rendering.ResponseHead(request, completions[0].model, int(time.time()))
+        head = ResponseHead(request, completions[0].model, int(time.time()))
         prompts = await render_prompts(request, tokenizer)
         parsers = _parsers(request, prompts, output_parser)
 
         def body() -> bytes:
-            return json.dumps(
-                response_rendering.full_response(head, completions, prompts, parsers)
-            ).encode()
+            return dialect_request.whole(head, completions, prompts, parsers)
 
         # Serializing the details of a long prompt takes long: a thread keeps other tokens flowing.
         long = "prompt_logprobs" in request.options or request.return_token_ids
@@ -323,6 +312,7 @@ class Exchange:
         self,
         choices: Choices,
         request: ParsedRequest,
+        dialect_request: DialectRequest,
         tokenizer: Tokenizer | None,
         output_parser: ChatOutputParser | None,
     ) -> None:
@@ -332,20 +322,23 @@ class Exchange:
         and the first one has output, so that a refusal becomes an HTTP status and not an event.
         """
         first = await choices.admit()
-        head = response_rendering.ResponseHead(request, first.model, int(time.time()))
         prompts = await render_prompts(request, tokenizer)
         parsers = _parsers(request, prompts, output_parser)
+        if self._stream is not None:
+            # An attempt at another cell.
+            self._stream.close()
+        head = ResponseHead(request, first.model, int(time.time()))
+        self._stream = response = dialect_request.stream(head)
 
         async def stream_choice(index: int) -> Finished:
             accepted = await choices.admitted(index)
-            chunks = response_rendering.ChunkRenderer(
-                head,
+            renderer = response.choice(
                 index,
                 accepted.prompt_tokens,
                 prompts[index // request.n],
                 parsers[index] if parsers else None,
             )
-            finished = await self._stream_choice(choices.streams[index], chunks)
+            finished = await self._stream_choice(request, choices.streams[index], renderer)
             choices.ended()
             return finished
 
@@ -354,23 +347,19 @@ class Exchange:
         finished = await gather(
             [asyncio.create_task(stream_choice(index)) for index in range(request.num_choices)]
         )
-        end = response_rendering.DONE
-        if request.include_usage:
-            end = (
-                response_rendering.usage_chunk(head, [one.usage for one in finished], parsers) + end
-            )
+        end = response.end([one.usage for one in finished], parsers)
         await self._write(self._last_chunk + end, more=False)
 
     async def _stream_choice(
-        self, stream: TokenStream, chunks: response_rendering.ChunkRenderer
+        self, request: ParsedRequest, stream: TokenStream, renderer: ChoiceRenderer
     ) -> Finished:
         """Sends one chunk per delta of a choice; the last chunk has the finish reason.
 
         `_respond_stream` sends the last chunk of the choice that ends last, together with the end
         of the response, because each write costs a system call.
         """
-        latency = _LatencyRecorder(self._latencies(chunks.request), self._started_at)
-        writer = self._writer if chunks.has_constant_end else None
+        latency = _LatencyRecorder(self._latencies(request), self._started_at)
+        writer = self._writer
         while events := await stream.read():
             parts: list[bytes] = []
             tokens: Tokens | None = None
@@ -379,12 +368,12 @@ class Exchange:
                 if isinstance(event, Tokens):
                     latency.record_delta()
                     if tokens is not None:
-                        parts.append(chunks.render(tokens, None))
+                        parts.append(renderer.render(tokens, None))
                     tokens = event
                 elif isinstance(event, Finished):
                     finished = event
             # The finish reason is sent in the same chunk as the last tokens.
-            parts.append(chunks.render(tokens, finished))
+            parts.append(renderer.render(tokens, finished))
             body = b"".join(parts)
             if finished is not None:
                 self._num_streaming -= 1
@@ -398,13 +387,19 @@ class Exchange:
             await self._write(body)
             if writer is not None:
                 # The response has begun: later chunks need no task to be written.
-                make = _plain_renderer if chunks.has_plain_deltas else _renderer
-                stream.push_to(writer.pusher(make(chunks, latency)))
+                render_delta = renderer.delta_renderer(latency.record_delta)
+                if render_delta is not None:
+                    stream.push_to(writer.pusher(render_delta))
                 writer = None
         raise incomplete_stream()
 
+    @property
+    def _shown_id(self) -> str:
+        """The request's ID in the response: the client's name of it, if it has one."""
+        return self._header_id or self._id
+
     def _latencies(self, request: ParsedRequest) -> RouteStats:
-        return self._route.stats.latencies[self._route.path, request.lane]
+        return self._route.stats.latencies[self._dialect.path, request.lane]
 
     async def _write(self, chunks: bytes, *, more: bool = True) -> None:
         if not self._response_started:
@@ -416,10 +411,10 @@ class Exchange:
         cell = self._cell
         if status == 200 and cell is not None and not self._route.cells.is_unreachable(cell):
             cell.outage.served()
-        told = self._header_id or self._id
-        own = (b"x-request-id", told.encode("latin-1", "replace"))
+        shown_id = self._shown_id.encode("latin-1", "replace")
+        own = [(name, shown_id) for name in self._dialect.request_id_headers]
         await self._send(
-            {"type": "http.response.start", "status": status, "headers": [*headers, own]}
+            {"type": "http.response.start", "status": status, "headers": [*headers, *own]}
         )
 
     async def _send_response(
@@ -435,18 +430,20 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": not last})
 
     async def _fail(self, problem: HttpError) -> None:
-        if not self._response_started:
-            headers = [_JSON, *problem.headers()]
-            if problem.status not in body_reader.UNREAD_BODY_STATUSES:
-                await self._send_response(problem.status, headers, problem.body())
-                return
-            headers.append((b"connection", b"close"))
-            await self._send_response(problem.status, headers, problem.body(), last=False)
-            await body_reader.discard_body(self._receive)
-            await self._send({"type": "http.response.body", "body": b""})
+        if self._response_started:
+            # A response that does not stream is sent whole, and nothing can fail behind it.
+            end = self._stream.failure(problem, self._shown_id) if self._stream is not None else b""
+            await self._send({"type": "http.response.body", "body": end, "more_body": False})
             return
-        event = b"data: " + problem.body() + b"\n\n" + response_rendering.DONE
-        await self._send({"type": "http.response.body", "body": event, "more_body": False})
+        headers = [_JSON, *problem.headers()]
+        body = self._dialect.error_body(problem, self._shown_id)
+        if problem.status not in body_reader.UNREAD_BODY_STATUSES:
+            await self._send_response(problem.status, headers, body)
+            return
+        headers.append((b"connection", b"close"))
+        await self._send_response(problem.status, headers, body, last=False)
+        await body_reader.discard_body(self._receive)
+        await self._send({"type": "http.response.body", "body": b""})
 
 
 class _LatencyRecorder:
@@ -462,32 +459,6 @@ class _LatencyRecorder:
         histogram = self._stats.itl if self._has_first else self._stats.ttft
         histogram.observe(now - self._last_at)
         self._last_at, self._has_first = now, True
-
-
-def _renderer(
-    chunks: response_rendering.ChunkRenderer, latency: _LatencyRecorder
-) -> Callable[[Tokens], bytes]:
-    """Returns a function that records and renders a delta, for all but the first chunk."""
-
-    def render(tokens: Tokens) -> bytes:
-        latency.record_delta()
-        return chunks.render(tokens, None)
-
-    return render
-
-
-def _plain_renderer(
-    chunks: response_rendering.ChunkRenderer, latency: _LatencyRecorder
-) -> Callable[[Tokens], bytes]:
-    """Returns a function that records and renders a plain delta, for all but the first chunk."""
-    start, end = chunks.plain_parts
-    record_delta = latency.record_delta
-
-    def render(tokens: Tokens) -> bytes:
-        record_delta()
-        return f"{start}{quoted(tokens.text)}{end}".encode()
-
-    return render
 
 
 def _parsers(

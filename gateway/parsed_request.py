@@ -54,7 +54,6 @@ class ParsedRequest:
         stream: Whether the response is a stream of server-sent events.
         include_usage: Send the token usage at the end of a stream.
         continuous_usage: Send the token usage in every chunk of a stream.
-        initial_usage: Send the prompt's token usage in the first chunk of a stream.
         num_logprobs: Number of most likely tokens per position to return; None: no logprobs.
         options: Options for the client, without the request ID and the seed.
         echo: Return the prompt in front of the output.
@@ -80,7 +79,6 @@ class ParsedRequest:
     num_prompt_logprobs: int | None = None
     return_token_ids: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
-    initial_usage: bool = False
 
     @property
     def needs_tokenizer(self) -> str | None:

@@ -9,7 +9,7 @@ Source: https://platform.openai.com/docs/api-reference; vllm/entrypoints/openai/
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted
 from typing import TYPE_CHECKING, Any
@@ -80,7 +80,7 @@ def full_response(
             content = {"message": {"role": "assistant", "content": text}}
         else:
             content = {"text": text}
-        end = _finish_fields(request, finished, parser)
+        end = finish_fields(request, finished, parser)
         choice = {"index": index, **content, "logprobs": logprobs, **end}
         if request.return_token_ids:
             choice["token_ids"] = token_ids
@@ -103,12 +103,6 @@ class ChunkRenderer:
         prompt: The parts of the prompt that the first chunk shows.
         parser: Output parser of the choice; None: outputs are not parsed.
 
-    Attributes:
-        request: The request.
-        has_constant_end: Whether all chunks but the first and the last have the same fields after
-            the text or the parsed delta.
-        has_plain_deltas: Whether such chunks are also rendered from the text alone, so that they
-            are never empty.
     """
 
     def __init__(
@@ -119,17 +113,18 @@ class ChunkRenderer:
         prompt: RenderedPrompt,
         parser: ChoiceOutputParser | None = None,
     ) -> None:
-        self.request, self._parser = head.request, parser
+        self._request, self._parser = head.request, parser
         self._first: dict[str, Any] = {"role": "assistant"}
         self._echo = prompt.text if head.request.echo else ""
         self._num_prompt_tokens, self._num_tokens = num_prompt_tokens, 0
-        self.has_constant_end = (
+        # Whether all chunks but the first and the last have the same fields after the text or the
+        # parsed delta.
+        self._has_constant_end = (
             head.request.num_logprobs is None
             and not head.request.continuous_usage
             and not head.request.return_token_ids
             and not head.request.only_prompt
         )
-        self.has_plain_deltas = self.has_constant_end and parser is None
         kind = "chat.completion.chunk" if head.request.chat else "text_completion"
         fields = json.dumps(head.fields(kind), separators=(",", ":"))
         content = '"delta":{"content":' if head.request.chat else '"text":'
@@ -147,25 +142,34 @@ class ChunkRenderer:
         self._next_start = start
         # With include_usage, the last chunk has the usage and the other chunks have null.
         with_usage = head.request.include_usage and not head.request.continuous_usage
-        close = '],"usage":null}\n\n' if with_usage else "]}\n\n"
-        self._close = self._next_close = close
-        if head.request.initial_usage:
-            self._close = self._with_usage(Usage(num_prompt_tokens, 0, 0))
+        self._close = '],"usage":null}\n\n' if with_usage else "]}\n\n"
         self._closed = "}" if head.request.chat and parser is None else ""
         self._plain_end = f'{self._closed},"logprobs":null,"finish_reason":null}}'
         self._num_chars = 0
 
-    @property
-    def plain_parts(self) -> tuple[str, str]:
-        """The parts of a chunk before and after the quoted text, if deltas are plain.
+    def delta_renderer(self, record: Callable[[], None]) -> Callable[[Tokens], bytes] | None:
+        """Like ChoiceRenderer.delta_renderer; None if chunks have different fields at their end."""
+        if not self._has_constant_end:
+            return None
+        if self._parser is not None:
 
-        Only the first and the last chunk have other parts.
-        """
-        return self._next_start, f"{self._plain_end}{self._next_close}"
+            def render_parsed(tokens: Tokens) -> bytes:
+                record()
+                return self.render(tokens, None)
+
+            return render_parsed
+        # Only the first and the last chunk have other parts around the quoted text.
+        start, end = self._next_start, f"{self._plain_end}{self._close}"
+
+        def render(tokens: Tokens) -> bytes:
+            record()
+            return f"{start}{quoted(tokens.text)}{end}".encode()
+
+        return render
 
     def render(self, tokens: Tokens | None, finished: Finished | None) -> bytes:
         """Renders one event with tokens, the end, or both; b"" if there is nothing to send yet."""
-        if self.request.only_prompt:
+        if self._request.only_prompt:
             tokens = None
         if self._parser is None:
             content = quoted(self._echo + (tokens.text if tokens is not None else ""))
@@ -173,33 +177,33 @@ class ChunkRenderer:
         elif not (content := self._parsed(self._parser, tokens, finished)):
             return b""
         start, self._start = self._start, self._next_start
-        close, self._close = self._close, self._next_close
-        if finished is None and self.has_constant_end:
+        close = self._close
+        if finished is None and self._has_constant_end:
             return f"{start}{content}{self._plain_end}{close}".encode()
-        logprobs = _logprobs(self.request, tokens.logprobs, self._num_chars) if tokens else None
-        if not self.request.chat and logprobs is not None:
+        logprobs = _logprobs(self._request, tokens.logprobs, self._num_chars) if tokens else None
+        if not self._request.chat and logprobs is not None:
             self._num_chars += sum(map(len, logprobs["tokens"]))
         rest: dict[str, Any] = {"logprobs": logprobs, "finish_reason": None}
         if finished is not None:
-            rest |= _finish_fields(self.request, finished, self._parser)
-        if self.request.return_token_ids:
+            rest |= finish_fields(self._request, finished, self._parser)
+        if self._request.return_token_ids:
             rest["token_ids"] = tokens.token_ids if tokens is not None else ()
         end = json.dumps(rest, separators=(",", ":"))[1:]
-        if self.request.continuous_usage:
+        if self._request.continuous_usage:
             self._num_tokens += len(tokens.token_ids) if tokens is not None else 0
             close = self._with_usage(Usage(self._num_prompt_tokens, self._num_tokens, 0))
         return f"{start}{content}{self._closed},{end}{close}".encode()
 
     def _with_usage(self, so_far: Usage) -> str:
         """Renders the end of a chunk with token counts."""
-        return f'],"usage":{json.dumps(usage(self.request, [so_far], [self._parser]))}}}\n\n'
+        return f'],"usage":{json.dumps(usage(self._request, [so_far], [self._parser]))}}}\n\n'
 
     def _parsed(
         self, parser: ChoiceOutputParser, tokens: Tokens | None, finished: Finished | None
     ) -> str:
         """Renders the parsed delta as JSON; "" if there is nothing to send yet."""
         delta = parser.delta(tokens, finished=finished is not None)
-        if delta is None and finished is None and self.has_constant_end:
+        if delta is None and finished is None and self._has_constant_end:
             return ""
         content, self._first = {**self._first, **(delta or {})}, {}
         return json.dumps(content, separators=(",", ":"))
@@ -235,9 +239,10 @@ def usage(
     return found
 
 
-def _finish_fields(
+def finish_fields(
     request: ParsedRequest, finished: Finished, parser: ChoiceOutputParser | None
 ) -> dict[str, Any]:
+    """Returns why a choice has ended."""
     stop: str | int | None = finished.stop or None
     asked = request.options.get("stop") or ()
     if stop is not None and stop not in ([asked] if isinstance(asked, str) else asked):

@@ -1,18 +1,17 @@
-"""OpenAI's Responses API: its errors, and stored responses."""
+"""OpenAI's Responses API: its dialect, and stored responses."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from baton.gateway.cells import Cells
-from baton.gateway.converted_route import Conversion
+from baton.gateway.converted_chat import Conversion, ConvertedDialect
 from baton.gateway.coordinator_queries import request_credential, with_bearer
 from baton.gateway.error_responses import HttpError, invalid_value
 from baton.gateway.parsed_request import session_in
@@ -28,21 +27,25 @@ _NAMES = {
 }
 
 
-class Responses:
+class Responses(ConvertedDialect):
     """The dialect of /v1/responses.
 
     Args:
+        max_body_bytes: Like ConvertedDialect.
         store: The stored responses.
         cells: Check the credentials of callers that read or delete stored responses.
     """
 
-    path, module = RESPONSES, "openai_responses"
-    names: Mapping[str, str] = _NAMES
+    path, id_prefix = RESPONSES, "resp"
+    module, names = "openai_responses", _NAMES
+    # Stored responses are in memory; those of a batch would replace those of conversations.
+    batch_defaults: ClassVar[Mapping[str, object]] = {"store": False}
 
-    def __init__(self, store: ResponseStore, cells: Cells) -> None:
+    def __init__(self, max_body_bytes: int, store: ResponseStore, cells: Cells) -> None:
+        super().__init__(max_body_bytes)
         self._store, self._cells = store, cells
 
-    def begin(self, module: ModuleType, body: bytes, headers: Headers) -> Conversion:
+    def convert(self, module: ModuleType, body: bytes, headers: Headers) -> Conversion:
         credential = _credential(headers)
 
         def previous(response_id: str) -> StoredResponse:
@@ -62,9 +65,6 @@ class Responses:
             # The client has given no key, and the agent's session spans its conversations.
             del conversion.chat["prompt_cache_key"]
         return cast("Conversion", conversion)
-
-    def error_body(self, status: int, error: dict[str, Any], request_id: str) -> bytes:
-        return json.dumps({"error": error}).encode()
 
     async def stored(self, request: Request) -> Response:
         """Answers GET and DELETE of a stored response."""

@@ -7,14 +7,14 @@ running; its error names the line.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import pydantic_core
 
 from baton.gateway.body_parser import json_body
-from baton.gateway.responses_route import RESPONSES
 from baton.runtime.errors import shown
 
 _MAX_CUSTOM_ID_CHARS = 512
@@ -73,10 +73,17 @@ class InputParser:
         endpoint: The url that each line must have.
         max_line_bytes: Limit of one line.
         max_lines: Limit of the file's lines.
+        defaults: Fields of the body that a line has if it leaves them out.
     """
 
-    def __init__(self, endpoint: str, max_line_bytes: int, max_lines: int) -> None:
-        self._endpoint = endpoint
+    def __init__(
+        self,
+        endpoint: str,
+        max_line_bytes: int,
+        max_lines: int,
+        defaults: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:
+        self._endpoint, self._defaults = endpoint, defaults
         self._max_line_bytes, self._max_lines = max_line_bytes, max_lines
         self._rest, self._rest_is_too_long = bytearray(), False
         self._number, self._num_requests = 0, 0
@@ -180,10 +187,8 @@ class InputParser:
         if body.get("stream"):
             message = "body.stream is true; must be false or left out in a batch"
             raise _WrongLine("invalid_request", message, "body.stream")
-        if self._endpoint == RESPONSES and body.get("store") is None:
-            # Stored responses are in memory; those of a batch would replace those of conversations.
-            body["store"] = False
-        return body
+        left_out = {name: one for name, one in self._defaults.items() if body.get(name) is None}
+        return {**body, **left_out}
 
 
 def _json_object(line: bytes) -> dict[str, Any]:

@@ -51,7 +51,8 @@ class BatchBody(BodyModel):
     """The body of POST /v1/batches."""
 
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
+    # Path of a generation route.
+    endpoint: str
     completion_window: Literal["24h"]
     metadata: dict[str, str] | None = None
     output_expires_after: ExpiresAfter | None = None
@@ -207,6 +208,9 @@ class BatchRoutes:
         owner = _owner(request)
         sent = await self._bodies.read(request.receive, request.headers)
         body = parse_body(sent, BatchBody)
+        if body.endpoint not in self._runner.endpoints:
+            allowed = f"must be {' or '.join(map(repr, self._runner.endpoints))}"
+            raise invalid_value("endpoint", body.endpoint, allowed)
         file = await self._file(request, body.input_file_id, "input_file_id")
         if file.purpose != "batch":
             message = f"input_file_id is {file.id!r}, a file with purpose {file.purpose}"

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import ParamSpec, Self, TypeVar
 
-from starlette.types import ASGIApp
-
-from baton.gateway.anthropic_route import MESSAGES, Messages
 from baton.gateway.batches import route_call
 from baton.gateway.batches.batch_store import BatchStore, Line, OpenBatch
 from baton.gateway.batches.database import Database, DatabaseThread
@@ -21,6 +18,7 @@ from baton.gateway.batches.pace import FairSlots
 from baton.gateway.batches.route_call import Answer
 from baton.gateway.batches.status import Status
 from baton.gateway.error_responses import internal_error
+from baton.gateway.generation import Generation
 from baton.gateway.metrics import BatchStats
 from baton.runtime.closing import AsyncClosing
 from baton.runtime.config import HttpConfig
@@ -43,7 +41,7 @@ class BatchRunner(AsyncClosing):
 
     Args:
         database: The database.
-        routes: The generation routes by path.
+        routes: The endpoints of the generation routes by path.
         config: Limits.
         stats: Counts of lines, for the metrics.
         clock: Returns Unix time in seconds.
@@ -57,7 +55,7 @@ class BatchRunner(AsyncClosing):
     def __init__(
         self,
         database: Database,
-        routes: Mapping[str, ASGIApp],
+        routes: Mapping[str, Generation],
         config: HttpConfig,
         stats: BatchStats,
         clock: Callable[[], float],
@@ -73,6 +71,11 @@ class BatchRunner(AsyncClosing):
         self._endings: dict[str, asyncio.Task[None]] = {}
         self._sweeper: asyncio.Task[None] | None = None
         self._has_stopped = False
+
+    @property
+    def endpoints(self) -> Collection[str]:
+        """Paths of the routes that a batch may have as its endpoint."""
+        return self._routes.keys()
 
     def now(self) -> int:
         """Unix time."""
@@ -183,7 +186,12 @@ class BatchRunner(AsyncClosing):
     async def _validate(self, batch: OpenBatch) -> bool:
         """Reads the input file; returns False if the batch has failed."""
         limits = self._config
-        parser = InputParser(batch.endpoint, limits.max_body_bytes, limits.batches.max_lines)
+        parser = InputParser(
+            batch.endpoint,
+            limits.max_body_bytes,
+            limits.batches.max_lines,
+            self._routes[batch.endpoint].dialect.batch_defaults,
+        )
         try:
             await self.thread.call(self.batches.begin_validation, batch.id)
             number = 0
@@ -234,7 +242,8 @@ class BatchRunner(AsyncClosing):
         except Exception:
             extra = {"request_id": request_id}
             _log.exception("batch %s: line %d failed", batch.id, line.number, extra=extra)
-            return Answer(500, request_id, _internal_error(path, request_id), None)
+            told = self._routes[path].dialect.error_body(internal_error(), request_id)
+            return Answer(500, request_id, told, None)
 
     async def _retried(self, what: str, step: Callable[[], Awaitable[T]]) -> T:
         """Runs a step until the database lets it succeed: a full disk is no reason to give up."""
@@ -270,11 +279,3 @@ def _headers(batch: OpenBatch, request_id: str) -> list[tuple[bytes, bytes]]:
         "x-baton-tenant": batch.tenant,
     }
     return [(name.encode(), value.encode("latin-1")) for name, value in found.items() if value]
-
-
-def _internal_error(path: str, request_id: str) -> bytes:
-    """Returns the body of an internal error in the form of the route's API."""
-    error = internal_error()
-    if path == MESSAGES:
-        return Messages().error_body(error.status, error.fields(), request_id)
-    return error.body()

@@ -10,6 +10,7 @@ from collections import defaultdict
 import pytest
 from openai.types import FileObject
 
+from baton.gateway.anthropic_route import Messages
 from baton.gateway.batches import runner as runner_module
 from baton.gateway.batches.batch_store import NewBatch
 from baton.gateway.batches.database import Database
@@ -17,10 +18,21 @@ from baton.gateway.batches.file_store import FileStore, new_id
 from baton.gateway.batches.runner import BatchRunner
 from baton.gateway.batches.status import Status
 from baton.gateway.metrics import BatchStats
+from baton.gateway.openai_dialects import Completions
 from baton.runtime.config import HttpConfig
 
 COMPLETIONS, MESSAGES = "/v1/completions", "/v1/messages"
 OWNER, WAIT_S = b"me", 60.0
+
+
+class Endpoint:
+    """The endpoint of a generation route that a function of the test serves."""
+
+    def __init__(self, dialect, route):
+        self.dialect, self._route = dialect, route
+
+    async def __call__(self, scope, receive, send):
+        await self._route(scope, receive, send)
 
 
 @contextlib.asynccontextmanager
@@ -31,7 +43,10 @@ async def running(directory, route, stats=None, prepare=None, **limits):
         if prepare is not None:
             with database.transaction() as db:
                 prepare(db)
-        routes = {COMPLETIONS: route, MESSAGES: route}
+        routes = {
+            COMPLETIONS: Endpoint(Completions(), route),
+            MESSAGES: Endpoint(Messages(10_000), route),
+        }
         runner = BatchRunner(database, routes, config, stats or BatchStats(), time.time)
         async with runner:
             yield runner

@@ -5,6 +5,7 @@ import contextlib
 import json
 import sqlite3
 from dataclasses import replace
+from types import MappingProxyType
 
 import pytest
 from openai.types import FileObject
@@ -16,6 +17,7 @@ from baton.gateway.batches.file_store import FileStore, StoreFull
 from baton.gateway.batches.input_file import InputParser, WrongFile
 from baton.gateway.batches.route_call import Answer
 from baton.gateway.batches.status import TRANSITIONS, Status, advance
+from baton.gateway.responses_route import Responses
 from baton.runtime.config import BatchesConfig
 from baton.runtime.config_error import ConfigError
 
@@ -101,9 +103,9 @@ def test_a_byte_order_mark_before_the_first_line_is_no_part_of_it(size):
     assert not list(InputParser(ROUTE, 1000, 10).feed(codecs.BOM_UTF8, last=True))
 
 
-def parsed(url=ROUTE, **body):
+def parsed(url=ROUTE, defaults=MappingProxyType({}), **body):
     found = {"custom_id": "a", "method": "POST", "url": url, "body": body}
-    (line,) = InputParser(url, 10_000, 1).feed(json.dumps(found).encode(), last=True)
+    (line,) = InputParser(url, 10_000, 1, defaults).feed(json.dumps(found).encode(), last=True)
     return line
 
 
@@ -111,7 +113,8 @@ def parsed(url=ROUTE, **body):
     ("body", "store"), [({}, False), ({"store": None}, False), ({"store": True}, True)]
 )
 def test_responses_of_a_batch_are_stored_only_where_it_says_so(body, store):
-    assert json.loads(parsed("/v1/responses", **body).body)["store"] is store
+    line = parsed("/v1/responses", Responses.batch_defaults, **body)
+    assert json.loads(line.body)["store"] is store
 
 
 def test_a_long_name_of_a_model_is_kept_in_the_request_only():

@@ -4,8 +4,10 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from starlette.datastructures import Headers
 
 from baton.gateway import body_parser
+from baton.gateway.anthropic_route import Messages
 from baton.gateway.error_responses import HttpError
 
 responses = pytest.importorskip("baton.gateway.openai_responses")
@@ -23,9 +25,7 @@ def as_chat(**body):
 def message_as_chat(*turns, **body):
     """The chat of a request of the Messages API."""
     body = {"model": "m", "max_tokens": 9, "messages": turns, **body}
-    conversion = messages.MessageConversion(json.dumps(body).encode())
-    conversion.close()
-    return conversion.chat
+    return messages.MessageConversion(json.dumps(body).encode()).chat
 
 
 def counted(*turns, **body):
@@ -51,6 +51,7 @@ def num_problems(monkeypatch):
 
 
 X = {"type": "x"}
+TEXT = {"type": "text", "text": "How cold is it?"}
 WRONG_RESPONSES = {
     "numbers": ({"input": [1] * NUM_WRONG}, "input[0]"),
     "unknown items": ({"input": [X] * NUM_WRONG}, "input[0]"),
@@ -219,3 +220,14 @@ def test_a_part_of_a_result_with_a_wrong_type_is_refused(part, field):
     with pytest.raises(HttpError) as refused:
         message_as_chat(turn(result), turn({"type": "text", "text": "And?"}))
     assert refused.value.param == f"messages[0].content[0].content[0].{field}"
+
+
+@pytest.mark.parametrize(("limit", "is_refused"), [(50, True), (10_000, False)])
+async def test_a_converted_chat_has_the_limit_of_a_body(limit, is_refused):
+    body = json.dumps({"model": "m", "max_tokens": 9, "messages": [turn(TEXT)]}).encode()
+    if is_refused:
+        with pytest.raises(HttpError) as refused:
+            await Messages(limit).read(body, Headers())
+        assert (refused.value.status, refused.value.code) == (413, "body_too_large")
+    else:
+        assert (await Messages(limit).read(body, Headers())).chat.max_tokens == 9

@@ -3,7 +3,8 @@
 import pytest
 
 from baton.gateway.anthropic_route import Messages
-from baton.gateway.converted_route import with_names
+from baton.gateway.converted_chat import with_names
+from baton.gateway.error_responses import HttpError
 from baton.gateway.responses_route import Responses
 
 
@@ -64,6 +65,8 @@ from baton.gateway.responses_route import Responses
     ],
 )
 def test_errors_have_the_names_of_the_api(dialect, param, message, told, named):
-    error = {"message": message, "type": "invalid_request_error", "param": param, "code": "c"}
+    error = HttpError(429, message, param=param, code="c", retry_after_s=2.0)
     found = with_names(error, dialect.names)
-    assert found == {**error, "param": told, "message": named}
+    assert (found.param, str(found)) == (told, named)
+    assert found.fields() == {**error.fields(), "param": told, "message": named}
+    assert (found.status, found.headers()) == (429, error.headers())

@@ -318,6 +318,8 @@ async def test_what_messages_cannot_honour_is_refused(gateway, field, body):
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
     assert error["message"].startswith(f"{field} is ")
+    assert answer.json()["request_id"] == answer.headers["x-request-id"]
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
 
 
 async def test_the_former_name_of_the_output_format_is_honoured(gateway):
