@@ -9,10 +9,12 @@ from typing import Any
 
 from starlette.datastructures import Headers
 
+from baton.gateway.body_reader import BodyReader
 from baton.gateway.converted_chat import Conversion, ConvertedDialect, vllm_module
 from baton.gateway.coordinator_queries import with_bearer
 from baton.gateway.error_responses import HttpError
 from baton.gateway.parsed_request import session_in
+from baton.gateway.route_table import CountedRoute, RouteTable, json_endpoint
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 _MODULE = "anthropic_messages"
@@ -74,15 +76,32 @@ def error_body(status: int, error: HttpError, request_id: str) -> bytes:
     return json.dumps(body | ({"request_id": request_id} if request_id else {})).encode()
 
 
-def count_tokens(
-    tokenize: Callable[[bytes, Mapping[str, str]], Awaitable[dict[str, object]]],
-) -> Callable[[bytes, Mapping[str, str]], Awaitable[dict[str, object]]]:
-    """Returns the answer of /v1/messages/count_tokens, from that of /tokenize."""
+class TokenCounts:
+    """The route /v1/messages/count_tokens.
 
-    async def answer(body: bytes, headers: Mapping[str, str]) -> dict[str, object]:
+    Args:
+        bodies: Reads the requests' bodies.
+        tokenize: The answer of /tokenize.
+    """
+
+    def __init__(
+        self,
+        bodies: BodyReader,
+        tokenize: Callable[[bytes, Mapping[str, str]], Awaitable[dict[str, object]]],
+    ) -> None:
+        self._bodies, self._tokenize = bodies, tokenize
+
+    def table(self) -> RouteTable:
+        """Returns the route."""
+        endpoint = json_endpoint(self._bodies, self._count)
+        return [CountedRoute(COUNT_TOKENS, endpoint, ("POST",), error_body=_error_body)]
+
+    async def _count(self, body: bytes, headers: Mapping[str, str]) -> dict[str, object]:
         module = await vllm_module(_MODULE)
         sent = json.dumps(module.tokenize_body(body)).encode()
-        found = await tokenize(sent, with_bearer(Headers(headers)))
+        found = await self._tokenize(sent, with_bearer(Headers(headers)))
         return {"input_tokens": found["count"]}
 
-    return answer
+
+def _error_body(error: HttpError) -> bytes:
+    return error_body(error.status, error, "")

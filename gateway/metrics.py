@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import (
@@ -60,7 +60,7 @@ class GatewayStats:
         pooling_health: Whether each pooling server answers, by model and URL.
     """
 
-    def __init__(self, routes: tuple[str, ...], failovers: Counter[str]) -> None:
+    def __init__(self, routes: Iterable[str], failovers: Counter[str]) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
         self.latencies = {(route, lane): RouteStats() for route in routes for lane in _LANES}
         self.num_connections = 0

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from baton.gateway import error_responses
 from baton.gateway.cells import Cells
 from baton.gateway.coordinator_queries import request_credential, with_bearer
-from baton.gateway.route_table import RouteTable
+from baton.gateway.route_table import CountedRoute, RouteTable
 
 MODELS = "/v1/models"
 
@@ -30,12 +30,12 @@ class ModelRoutes:
         self._created = int(time.time())
 
     def table(self) -> RouteTable:
-        """Returns the path, endpoint and methods of each route."""
+        """Returns the routes."""
         return [
-            (MODELS, self._all, ["GET"]),
+            CountedRoute(MODELS, self._all),
             # Some clients put a slash behind each path.
-            (f"{MODELS}/", self._all, ["GET"]),
-            (f"{MODELS}/{{name:path}}", self._one, ["GET"]),
+            CountedRoute(f"{MODELS}/", self._all, name=MODELS),
+            CountedRoute(f"{MODELS}/{{name:path}}", self._one, name=MODELS),
         ]
 
     async def _all(self, request: Request) -> Response:

@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from baton.gateway import body_parser, body_reader, parsed_request
@@ -22,6 +23,7 @@ from baton.gateway.client_disconnect import until_disconnect
 from baton.gateway.coordinator_queries import request_credential
 from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError, invalid_value
 from baton.gateway.metrics import GatewayStats
+from baton.runtime.config import HttpConfig
 
 if TYPE_CHECKING:
     # Its HTTP client is imported only where servers are configured.
@@ -29,8 +31,31 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-EMBEDDINGS, RERANK, SCORE = "/v1/embeddings", "/v1/rerank", "/v1/score"
-POOLING_ROUTES = (EMBEDDINGS, RERANK, SCORE)
+POOLING_ROUTES = ("/v1/embeddings", "/v1/rerank", "/v1/score")
+
+
+def pooling_servers(config: HttpConfig, stats: GatewayStats) -> PoolingServers | None:
+    """Returns the servers of pooling models; None: none is configured."""
+    if not config.pooling:
+        return None
+    # The HTTP client takes a third of a second to import.
+    from baton.gateway.pooling_servers import PoolingServers
+
+    return PoolingServers(config.pooling, stats)
+
+
+def pooling_routes(
+    servers: PoolingServers | None,
+    cells: Cells,
+    bodies: body_reader.BodyReader,
+    stats: GatewayStats,
+    slots: CallerSlots,
+) -> list[Route]:
+    """Returns the routes; arguments as in PoolingRoute. They count their requests themselves."""
+    return [
+        Route(path, PoolingRoute(path, servers, cells, bodies, stats, slots), methods=["POST"])
+        for path in POOLING_ROUTES
+    ]
 
 
 class PoolingRoute:

@@ -16,6 +16,7 @@ from baton.gateway.coordinator_queries import request_credential, with_bearer
 from baton.gateway.error_responses import HttpError, invalid_value
 from baton.gateway.parsed_request import session_in
 from baton.gateway.response_store import ResponseStore, StoredResponse
+from baton.gateway.route_table import CountedRoute, RouteTable
 
 RESPONSES = "/v1/responses"
 # Fields of the Responses API by the fields of the chat that they become.
@@ -66,8 +67,12 @@ class Responses(ConvertedDialect):
             del conversion.chat["prompt_cache_key"]
         return cast("Conversion", conversion)
 
-    async def stored(self, request: Request) -> Response:
-        """Answers GET and DELETE of a stored response."""
+    def table(self) -> RouteTable:
+        """Returns the route of stored responses."""
+        path = f"{RESPONSES}/{{id}}"
+        return [CountedRoute(path, self._stored, ("GET", "DELETE"), RESPONSES)]
+
+    async def _stored(self, request: Request) -> Response:
         credential, name = _credential(request.headers), request.path_params["id"]
         # Only the coordinators know which credentials are valid.
         await self._cells.models(credential)

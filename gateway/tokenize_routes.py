@@ -8,14 +8,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import Field, model_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from baton.client.errors import from_baton
 from baton.client.request import build
 from baton.gateway import body_parser, error_responses, request_bodies
+from baton.gateway.body_reader import BodyReader
 from baton.gateway.caller_slots import CallerSlots
 from baton.gateway.cells import Cells
 from baton.gateway.coordinator_queries import request_credential
 from baton.gateway.error_responses import invalid_value, model_not_found
+from baton.gateway.route_table import CountedRoute, RouteTable, json_endpoint
 from baton.runtime.errors import InvalidArgument, RemoteError
 from baton.runtime.prompts.chat_continuation import check_continuation
 from baton.v1 import common_pb2
@@ -63,15 +67,27 @@ class TokenizeRoutes:
 
     Args:
         cells: The cells behind the gateway.
+        bodies: Reads the requests' bodies.
     """
 
-    def __init__(self, cells: Cells) -> None:
-        self._cells = cells
+    def __init__(self, cells: Cells, bodies: BodyReader) -> None:
+        self._cells, self._bodies = cells, bodies
         self._free = asyncio.Semaphore(_MAX_CONCURRENT)
         # They run in the order of arrival, so that many of one caller would delay all others.
         self._slots = CallerSlots(
             _MAX_REQUESTS, "tokenizations", "gateway_full", max(1, _MAX_REQUESTS // 4)
         )
+
+    def table(self) -> RouteTable:
+        """Returns the routes."""
+        tokenize, detokenize = (
+            json_endpoint(self._bodies, answer) for answer in (self.tokenize, self.detokenize)
+        )
+        return [
+            CountedRoute("/tokenize", tokenize, ("POST",)),
+            CountedRoute("/detokenize", detokenize, ("POST",)),
+            CountedRoute("/tokenizer_info", self._info),
+        ]
 
     async def tokenize(self, body: bytes, headers: Mapping[str, str]) -> dict[str, object]:
         """Converts text or a chat to token IDs. Raises HttpError."""
@@ -105,10 +121,10 @@ class TokenizeRoutes:
         work = partial(tokenizer.decode, body_fields.tokens, False)
         return {"prompt": await self._in_thread(work, headers)}
 
-    async def info(self, headers: Mapping[str, str]) -> dict[str, object]:
-        """Returns the settings of the first model's tokenizer. Raises HttpError."""
-        _, tokenizer = await self._served(None, headers)
-        return tokenizer.info()
+    async def _info(self, request: Request) -> Response:
+        """Answers with the settings of the first model's tokenizer."""
+        _, tokenizer = await self._served(None, request.headers)
+        return JSONResponse(tokenizer.info())
 
     async def _served(
         self, name: str | None, headers: Mapping[str, str]

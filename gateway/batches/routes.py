@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Annotated, Literal, TypeAlias, TypeVar
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Literal, TypeVar
 
 from openai.types import Batch, FileDeleted, FileObject
 from pydantic import BaseModel, Field, field_validator
@@ -29,11 +29,11 @@ from baton.gateway.cells import Cells
 from baton.gateway.coordinator_queries import caller_digest, request_credential, with_bearer
 from baton.gateway.error_responses import HttpError, invalid_value
 from baton.gateway.request_bodies import BodyModel
+from baton.gateway.route_table import CountedRoute, Endpoint, RouteTable
 from baton.runtime.config import HttpConfig
 from baton.runtime.errors import shown
 
 T = TypeVar("T", bound=BaseModel)
-Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 # Uploads that are read at the same time.
 _MAX_UPLOADS = 8
@@ -90,17 +90,17 @@ class BatchRoutes:
         self._bodies = bodies
         self._uploads = CallerSlots(_MAX_UPLOADS, "uploads", "too_many_uploads")
 
-    def table(self) -> list[tuple[str, Endpoint, list[str]]]:
-        """Returns the path, endpoint and methods of each route."""
+    def table(self) -> RouteTable:
+        """Returns the routes."""
         return [
-            (path, _answered(self._admitting(endpoint)), methods)
-            for path, endpoint, methods in (
-                (FILES, self.files, ["GET", "POST"]),
-                (f"{FILES}/{{id}}", self.file, ["GET", "DELETE"]),
-                (f"{FILES}/{{id}}/content", self.content, ["GET"]),
-                (BATCHES, self.batches, ["GET", "POST"]),
-                (f"{BATCHES}/{{id}}", self.batch, ["GET"]),
-                (f"{BATCHES}/{{id}}/cancel", self.cancel, ["POST"]),
+            CountedRoute(path, _answered(self._admitting(endpoint)), methods, name)
+            for name, path, endpoint, methods in (
+                (FILES, FILES, self.files, ("GET", "POST")),
+                (FILES, f"{FILES}/{{id}}", self.file, ("GET", "DELETE")),
+                (FILES, f"{FILES}/{{id}}/content", self.content, ("GET",)),
+                (BATCHES, BATCHES, self.batches, ("GET", "POST")),
+                (BATCHES, f"{BATCHES}/{{id}}", self.batch, ("GET",)),
+                (BATCHES, f"{BATCHES}/{{id}}/cancel", self.cancel, ("POST",)),
             )
         ]
 

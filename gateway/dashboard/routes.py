@@ -19,7 +19,7 @@ from baton.gateway.coordinator_queries import PerCallerQuery, QueryLimiter, requ
 from baton.gateway.dashboard.data import overview
 from baton.gateway.dashboard.data import request as render_request
 from baton.gateway.error_responses import HttpError
-from baton.gateway.route_table import Endpoint, RouteTable
+from baton.gateway.route_table import CountedRoute, Endpoint, RouteTable
 from baton.runtime.errors import RemoteError, shown
 
 DASHBOARD = "/dashboard"
@@ -54,7 +54,7 @@ class DashboardRoutes:
         }
 
     def table(self) -> RouteTable:
-        """Returns the path, endpoint and methods of each route."""
+        """Returns the routes."""
         pages = [
             (f"{DASHBOARD}/{path}".rstrip("/"), _page(body, kind))
             for path, (body, kind) in dashboard.files().items()
@@ -66,7 +66,7 @@ class DashboardRoutes:
             (f"{DASHBOARD}/data", self._data),
             (f"{DASHBOARD}/requests/{{request_id:path}}", self._waterfall),
         ]
-        return [(path, endpoint, ["GET"]) for path, endpoint in routes]
+        return [CountedRoute(path, endpoint, name=DASHBOARD) for path, endpoint in routes]
 
     def _selected_cell(self, request: Request) -> Cell:
         """Returns the cell that the query names; by default the first reachable cell.
