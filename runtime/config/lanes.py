@@ -28,12 +28,13 @@ class LaneConfig(Section):
     )
     ttft_ms: Count | None = Field(
         None,
-        description="TTFT limit of requests that name no TTFT target. A request that is predicted "
-        "to be later is refused. The targets are in scaling.targets.",
+        description="Admission limit, not a target: a request whose first token is predicted to be "
+        "later is refused. For requests that name no TTFT target. The lane's target is "
+        "scaling.targets.LANE.ttft_ms.",
     )
     ttft_ms_per_1k_tokens: CountOrZero = Field(
         0,
-        description="Added to ttft_ms per 1,000 prompt tokens. 0: one target for all prompts.",
+        description="Added to ttft_ms per 1,000 prompt tokens. 0: one limit for all prompts.",
     )
 
     @model_validator(mode="after")
@@ -52,9 +53,10 @@ class InteractiveLaneConfig(LaneConfig):
 
     itl_ms: Count = Field(
         100,
-        description="Inter-token latency that batch requests and prompts on the same worker must "
-        "leave to interactive requests with strict roles, and during flips. In an elastic cell, "
-        "scaling.targets.interactive.itl_ms decides instead.",
+        description="Placement limit, not a target: with strict roles, and for outputs that a flip "
+        "moves, the longest step beside interactive requests when a batch request or a prompt "
+        "joins them. The target, and the limit in an elastic cell, is "
+        "scaling.targets.interactive.itl_ms.",
     )
 
 

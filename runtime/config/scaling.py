@@ -14,6 +14,14 @@ from baton.runtime.section import (
 )
 from baton.runtime.ttft_target import TtftTarget, check_slope
 
+_TTFT = (
+    "Target of the time to first token. It refuses no request: the limit of admission is "
+    "lanes.LANE.ttft_ms."
+)
+_ITL = (
+    "Target of the inter-token latency. With strict roles, lanes.interactive.itl_ms limits where "
+    "requests are placed instead."
+)
 _PER_1K = (
     "Added to ttft_ms per 1,000 prompt tokens, so that the target of a request grows with its "
     "prompt. 0: one target for all prompts."
@@ -23,14 +31,13 @@ _PER_1K = (
 class TargetsConfig(Section):
     """Latency targets of a lane; null means no target.
 
-    The autoscaler sizes pools for them, and the workers' steps follow the interactive ITL target.
-    An elastic cell also places requests by them. With strict roles, placement bounds the gaps of
-    interactive streams by `lanes.interactive.itl_ms` instead.
+    docs/configuration.md ("Latency targets and limits") says what they decide, and how the limits
+    `lanes.LANE.ttft_ms` and `lanes.interactive.itl_ms` differ.
     """
 
-    ttft_ms: Count | None = Field(500, description="Target of the time to first token.")
+    ttft_ms: Count | None = Field(500, description=_TTFT)
     ttft_ms_per_1k_tokens: CountOrZero = Field(0, description=_PER_1K)
-    itl_ms: Count | None = Field(50, description="Target of the inter-token latency.")
+    itl_ms: Count | None = Field(50, description=_ITL)
     percentile: float = Field(
         95.0,
         gt=0,
@@ -52,8 +59,8 @@ class TargetsConfig(Section):
 class NoTargetsConfig(TargetsConfig):
     """Targets of the batch lane: none by default."""
 
-    ttft_ms: Count | None = Field(None, description="Target of the time to first token.")
-    itl_ms: Count | None = Field(None, description="Target of the inter-token latency.")
+    ttft_ms: Count | None = Field(None, description=_TTFT)
+    itl_ms: Count | None = Field(None, description=_ITL)
 
 
 class LaneTargetsConfig(Section):
