@@ -21,7 +21,7 @@ from baton.coordinator.routing.prefixes.prefix_match import NOTHING_HELD, HeldPr
 from baton.coordinator.routing.speeds.transfers import Transfers
 from baton.coordinator.state.core_clock import CoreClock
 from baton.coordinator.state.pools import Pool
-from baton.coordinator.state.requests import PredictedSpeeds, SessionKey, WorkerKey
+from baton.coordinator.state.requests import PredictedSpeeds, RequestKey, SessionKey, WorkerKey
 from baton.runtime.steps.step_budget import StepTargets
 from baton.v1 import cluster_pb2
 
@@ -182,7 +182,7 @@ class FleetView:
 
     def assign_prefill(
         self,
-        request_id: str,
+        request: RequestKey,
         choice: PrefillChoice,
         prompt_hashes: Sequence[int],
         session: SessionKey | None = None,
@@ -193,7 +193,7 @@ class FleetView:
         """Adds a prompt to the load of its chosen worker.
 
         Args:
-            request_id: ID of the request.
+            request: key of the request.
             choice: choice that the placement rule made for the request.
             prompt_hashes: hashes of the prompt's blocks.
             session: the session; None means no session.
@@ -202,7 +202,7 @@ class FleetView:
         """
         entry = self.loads.entries[choice.worker]
         entry.assign_prefill(
-            request_id,
+            request,
             choice.work_s,
             choice.num_work_tokens,
             self.now,
@@ -213,14 +213,14 @@ class FleetView:
             fetch = choice.fetch
             near = self.near(fetch.holder, choice.worker)
             self.transfers.begins(fetch.holder, fetch.sending_s, near=near)
-        self.index.expect(request_id, choice.worker, prompt_hashes)
+        self.index.expect(request, choice.worker, prompt_hashes)
         self.loads.update_prompts(entry)
         if session is not None:
             self._session(session).prefill = choice.worker
 
     def assign_decode(
         self,
-        request_id: str,
+        request: RequestKey,
         choice: DecodeChoice,
         session: SessionKey | None = None,
         *,
@@ -231,7 +231,7 @@ class FleetView:
         """Adds a decode to the load of its chosen worker.
 
         Args:
-            request_id: ID of the request.
+            request: key of the request.
             choice: choice that the placement rule made for the request.
             session: the session; None means no session.
             is_interactive: whether it is an interactive request.
@@ -241,7 +241,7 @@ class FleetView:
         """
         entry = self.loads.entries[choice.worker]
         entry.decodes.add(
-            request_id,
+            request,
             choice.num_kv_tokens,
             is_interactive=is_interactive,
             can_be_parked=can_be_parked,
@@ -255,60 +255,62 @@ class FleetView:
         if session is not None:
             self._session(session).decode = choice.worker
 
-    def hold(self, request_id: str, worker: WorkerKey, num_tokens: int) -> None:
+    def hold(self, request: RequestKey, worker: WorkerKey, num_tokens: int) -> None:
         """Adds a decode that a worker continues for an earlier coordinator.
 
         Args:
-            request_id: ID of the request.
+            request: key of the request.
             worker: the worker.
             num_tokens: KV tokens of the request so far.
         """
         entry = self.loads.entries[worker]
-        entry.decodes.add(request_id, num_tokens)
-        entry.decodes.arrive(request_id)
+        entry.decodes.add(request, num_tokens)
+        entry.decodes.arrive(request)
         self.loads.update(entry)
 
     def first_token(
-        self, request_id: str, prefill: WorkerKey | None, decode: WorkerKey | None
+        self, request: RequestKey, prefill: WorkerKey | None, decode: WorkerKey | None
     ) -> None:
         """Records that a prompt is computed; idempotent.
 
         The caller must have applied the worker's cache events before.
 
         Args:
-            request_id: ID of the request.
+            request: key of the request.
             prefill: worker passed to `assign_prefill`; None: no worker.
             decode: worker passed to `assign_decode`; None: no worker.
         """
-        self.index.settle(request_id)
+        self.index.settle(request)
         if (entry := self._prompt_worker(prefill, decode)) is not None:
-            entry.prompt_computed(request_id, self.now)
+            entry.prompt_computed(request, self.now)
             self.loads.update_prompts(entry)
         if (entry := self.loads.get(decode)) is not None:
-            entry.decodes.arrive(request_id)
+            entry.decodes.arrive(request)
 
-    def outgrows(self, request_id: str, decode: WorkerKey | None, num_tokens: int) -> bool:
+    def outgrows(self, request: RequestKey, decode: WorkerKey | None, num_tokens: int) -> bool:
         """Whether a request needs more KV tokens than are reserved on its worker."""
         entry = self.loads.get(decode)
-        return entry is not None and entry.decodes.outgrows(request_id, num_tokens)
+        return entry is not None and entry.decodes.outgrows(request, num_tokens)
 
-    def grow(self, request_id: str, decode: WorkerKey | None, num_tokens: int) -> None:
+    def grow(self, request: RequestKey, decode: WorkerKey | None, num_tokens: int) -> None:
         """Reserves KV room for at least this many tokens of a request, in whole blocks."""
         if (entry := self.loads.get(decode)) is not None:
-            entry.decodes.grow(request_id, entry.in_blocks(num_tokens))
+            entry.decodes.grow(request, entry.in_blocks(num_tokens))
             self.loads.update(entry)
 
-    def release(self, request_id: str, prefill: WorkerKey | None, decode: WorkerKey | None) -> None:
+    def release(
+        self, request: RequestKey, prefill: WorkerKey | None, decode: WorkerKey | None
+    ) -> None:
         """Removes a request from its workers' loads; idempotent. Arguments as in `first_token`.
 
         A prompt without a first token so far will have none.
         """
-        self.index.settle(request_id)
+        self.index.settle(request)
         if (entry := self._prompt_worker(prefill, decode)) is not None:
-            entry.drop_prompt(request_id, self.now)
+            entry.drop_prompt(request, self.now)
             self.loads.update_prompts(entry)
         if (entry := self.loads.get(decode)) is not None:
-            self._num_interactive -= entry.decodes.end(request_id)
+            self._num_interactive -= entry.decodes.end(request)
             self.loads.update(entry)
 
     def _prompt_worker(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton.coordinator.state.requests import RequestKey
+
 
 @dataclass(slots=True)
 class _Decode:
@@ -29,7 +31,7 @@ class _Decode:
 
 @dataclass(slots=True, eq=False)
 class DecodeSet:
-    """Owns the decodes of one worker, by request ID.
+    """Owns the decodes of one worker, by their requests' keys.
 
     A decode counts from its assignment, even while another worker still computes its prompt.
 
@@ -49,7 +51,7 @@ class DecodeSet:
     reserved_tokens: int = 0
     parkable_tokens: int = 0
     mean_tokens: int = 0
-    _decodes: dict[str, _Decode] = field(default_factory=dict)
+    _decodes: dict[RequestKey, _Decode] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._decodes)
@@ -69,7 +71,7 @@ class DecodeSet:
 
     def add(
         self,
-        request_id: str,
+        request: RequestKey,
         num_kv_tokens: int,
         *,
         is_interactive: bool = False,
@@ -77,10 +79,10 @@ class DecodeSet:
         num_mean_tokens: int | None = None,
     ) -> None:
         """Adds a decode; see `FleetView.assign_decode` for the arguments."""
-        assert request_id not in self._decodes
+        assert request not in self._decodes
         if num_mean_tokens is None:
             num_mean_tokens = num_kv_tokens
-        self._decodes[request_id] = _Decode(
+        self._decodes[request] = _Decode(
             num_kv_tokens, is_interactive, can_be_parked, num_mean_tokens
         )
         self.mean_tokens += num_mean_tokens
@@ -88,41 +90,41 @@ class DecodeSet:
         self.parkable_tokens += num_kv_tokens if can_be_parked else 0
         self.reserved_tokens += num_kv_tokens
 
-    def arrive(self, request_id: str) -> None:
+    def arrive(self, request: RequestKey) -> None:
         """Records that the prompt of a decode is computed; ignores unknown requests."""
-        decode = self._decodes.get(request_id)
+        decode = self._decodes.get(request)
         if decode is not None and not decode.has_arrived:
             decode.has_arrived = True
             self.num_arrived += 1
 
-    def mark_late(self, request_id: str) -> None:
+    def mark_late(self, request: RequestKey) -> None:
         """Records that this worker computed a prompt too late; ignores unknown requests."""
-        decode = self._decodes.get(request_id)
+        decode = self._decodes.get(request)
         if decode is not None and not decode.is_late:
             decode.is_late = True
             self.num_late += 1
 
-    def parkable_tokens_of(self, request_id: str) -> int:
+    def parkable_tokens_of(self, request: RequestKey) -> int:
         """KV tokens that parking a decode frees; 0 if the decode may not be parked."""
-        decode = self._decodes.get(request_id)
+        decode = self._decodes.get(request)
         return decode.num_kv_tokens if decode is not None and decode.can_be_parked else 0
 
-    def outgrows(self, request_id: str, num_kv_tokens: int) -> bool:
+    def outgrows(self, request: RequestKey, num_kv_tokens: int) -> bool:
         """Whether a decode needs more KV tokens than are reserved for it."""
-        decode = self._decodes.get(request_id)
+        decode = self._decodes.get(request)
         return decode is not None and num_kv_tokens > decode.num_kv_tokens
 
-    def grow(self, request_id: str, num_kv_tokens: int) -> None:
+    def grow(self, request: RequestKey, num_kv_tokens: int) -> None:
         """Reserves at least this many KV tokens for a decode."""
-        decode = self._decodes[request_id]
+        decode = self._decodes[request]
         num_more = max(0, num_kv_tokens - decode.num_kv_tokens)
         decode.num_kv_tokens += num_more
         self.parkable_tokens += num_more if decode.can_be_parked else 0
         self.reserved_tokens += num_more
 
-    def end(self, request_id: str) -> bool:
+    def end(self, request: RequestKey) -> bool:
         """Removes a decode; idempotent. Returns whether it was interactive."""
-        decode = self._decodes.pop(request_id, None)
+        decode = self._decodes.pop(request, None)
         if decode is None:
             return False
         self.num_arrived -= decode.has_arrived

@@ -21,6 +21,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from baton.coordinator.state.requests import RequestKey
+
 # A prompt with less work left than this, in seconds, counts as computed by prediction.
 _DONE_S = 1e-9
 
@@ -74,7 +76,7 @@ class PromptQueue:
     num_tokens: int = 0
     # In order of arrival. This is an OrderedDict, because finding the first key of a dict takes
     # O(n) after its first keys were deleted.
-    _prompts: OrderedDict[str, QueuedPrompt] = field(default_factory=OrderedDict)
+    _prompts: OrderedDict[RequestKey, QueuedPrompt] = field(default_factory=OrderedDict)
     # Prompts with progress; few, so that ends cost little in a long queue.
     _begun: dict[int, QueuedPrompt] = field(default_factory=dict)
     _num_added: int = 0
@@ -83,8 +85,8 @@ class PromptQueue:
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._prompts
+    def __contains__(self, request: object) -> bool:
+        return request in self._prompts
 
     def __iter__(self) -> Iterator[QueuedPrompt]:
         """Yields the prompts in the order of arrival."""
@@ -129,23 +131,23 @@ class PromptQueue:
             if done_s <= 0:
                 break
 
-    def add(self, name: str, prompt: QueuedPrompt) -> None:
+    def add(self, request: RequestKey, prompt: QueuedPrompt) -> None:
         """Adds a prompt that no work has been done of."""
-        assert name not in self._prompts
+        assert request not in self._prompts
         self._num_added += 1
         prompt.number = self._num_added
-        self._prompts[name] = prompt
+        self._prompts[request] = prompt
         self.left_s += prompt.left_s
         self.num_tokens += prompt.num_tokens
 
-    def end(self, name: str, *, is_computed: bool) -> QueuedPrompt:
+    def end(self, request: RequestKey, *, is_computed: bool) -> QueuedPrompt:
         """Removes and returns a prompt.
 
         Args:
-            name: the prompt's name in `add`.
+            request: the prompt's request in `add`.
             is_computed: whether its first token came; False: it will never come.
         """
-        ended = self._prompts.pop(name)
+        ended = self._prompts.pop(request)
         self.num_tokens -= ended.num_tokens
         self._begun.pop(ended.number, None)
         for prompt in list(self._begun.values()):

@@ -11,7 +11,7 @@ from baton.coordinator.routing.loads.prompt_queue import PromptQueue, QueuedProm
 from baton.coordinator.routing.loads.worker_traits import WorkerTraits
 from baton.coordinator.routing.prefixes.prefix_index import Tier
 from baton.coordinator.routing.speeds.tier_speeds import TierSpeeds
-from baton.coordinator.state.requests import PromptHits, WorkerKey
+from baton.coordinator.state.requests import PromptHits, RequestKey, WorkerKey
 from baton.runtime.steps.step_budget import StepTargets, Streams, prompt_share_alone, prompt_speed
 
 # Time until the first bytes of a load from host memory have arrived.
@@ -278,7 +278,7 @@ class WorkerLoad:
 
     def assign_prefill(
         self,
-        request_id: str,
+        request: RequestKey,
         work_s: float,
         num_tokens: int,
         now: float = 0.0,
@@ -291,25 +291,27 @@ class WorkerLoad:
             self._first_since = now
         self._prompts.advance(now, self.prompt_speed)
         work_s *= self.prompt_speed
-        self._prompts.add(request_id, QueuedPrompt(work_s, num_tokens, due_at, is_batch))
+        self._prompts.add(request, QueuedPrompt(work_s, num_tokens, due_at, is_batch))
         self._predict_end(now)
 
-    def prompt_computed(self, request_id: str, now: float) -> None:
+    def prompt_computed(self, request: RequestKey, now: float) -> None:
         """Removes a prompt whose first token came; idempotent."""
-        ended = self._end_prompt(request_id, now, is_computed=True)
+        ended = self._end_prompt(request, now, is_computed=True)
         if ended is not None and ended.due_at < now:
-            self.decodes.mark_late(request_id)
+            self.decodes.mark_late(request)
 
-    def drop_prompt(self, request_id: str, now: float) -> None:
+    def drop_prompt(self, request: RequestKey, now: float) -> None:
         """Removes a prompt that the worker stops computing; idempotent."""
-        self._end_prompt(request_id, now, is_computed=False)
+        self._end_prompt(request, now, is_computed=False)
 
-    def _end_prompt(self, request_id: str, now: float, *, is_computed: bool) -> QueuedPrompt | None:
-        if request_id not in self._prompts:
+    def _end_prompt(
+        self, request: RequestKey, now: float, *, is_computed: bool
+    ) -> QueuedPrompt | None:
+        if request not in self._prompts:
             return None
         first = self._prompts.first
         self._prompts.advance(now, self.prompt_speed)
-        ended = self._prompts.end(request_id, is_computed=is_computed)
+        ended = self._prompts.end(request, is_computed=is_computed)
         if ended is first:
             self._first_since = now
         self._predict_end(now)
@@ -330,9 +332,9 @@ class WorkerLoad:
         until = now + num_steps * self.reserved_step_s() / share
         self.next_long_gap_at = max(self.next_long_gap_at, until)
 
-    def has_prompt(self, request_id: str) -> bool:
+    def has_prompt(self, request: RequestKey) -> bool:
         """Whether the prompt of an assigned request is not computed yet."""
-        return request_id in self._prompts
+        return request in self._prompts
 
     def in_blocks(self, num_tokens: int) -> int:
         """Rounds a number of tokens up to whole KV blocks."""

@@ -24,7 +24,7 @@ from enum import Enum
 
 from baton.coordinator.routing.prefixes.prefix_match import Expected, PrefixMatch, Probe
 from baton.coordinator.routing.prefixes.tier_index import TierIndex
-from baton.coordinator.state.requests import WorkerKey
+from baton.coordinator.state.requests import RequestKey, WorkerKey
 
 # Number of lost blocks that are removed in one go; this takes about 1 ms.
 _TIDIED_AT_ONCE = 1024
@@ -48,8 +48,8 @@ class PrefixIndex:
     """
 
     def __init__(self) -> None:
-        # IDs of the requests whose prompts are expected in a worker's cache.
-        self._expected_at: dict[WorkerKey, set[str]] = {}
+        # Keys of the requests whose prompts are expected in a worker's cache.
+        self._expected_at: dict[WorkerKey, set[RequestKey]] = {}
         # A worker's slot is the index of its bit in masks.
         self._slots: dict[WorkerKey, int] = {}
         self._workers: list[WorkerKey | None] = []
@@ -59,7 +59,7 @@ class PrefixIndex:
         self._leaving_slots: list[int] = []
         self._is_tidy, self._tidied_at = True, 0.0
         self._tiers = {tier: TierIndex() for tier in Tier}
-        self._expected: dict[str, Expected] = {}
+        self._expected: dict[RequestKey, Expected] = {}
         # Expected requests by the hashes of blocks 1, 2, 4, 8, ... of their prompts. Two prompts
         # that share n blocks also share the largest power of two that is at most n.
         self._probes: dict[int, Probe] = {}
@@ -121,8 +121,8 @@ class PrefixIndex:
         """Removes a worker and the expectations for its cache."""
         if worker not in self._slots:
             return
-        for request_id in list(self._expected_at[worker]):
-            self.settle(request_id)
+        for request in list(self._expected_at[worker]):
+            self.settle(request)
         self._latest = None
         for index in self._tiers.values():
             index.forget(worker)
@@ -158,35 +158,35 @@ class PrefixIndex:
 
     # ---- Expectations.
 
-    def expect(self, request_id: str, worker: WorkerKey, hashes: Sequence[int]) -> None:
+    def expect(self, request: RequestKey, worker: WorkerKey, hashes: Sequence[int]) -> None:
         """Records that a worker's cache will soon hold a prompt. Costs O(log blocks)."""
-        assert request_id not in self._expected
+        assert request not in self._expected
         if worker not in self._slots or not hashes:
             return
         self._latest = None
-        self._expected_at[worker].add(request_id)
-        self._expected[request_id] = Expected(worker, hashes)
+        self._expected_at[worker].add(request)
+        self._expected[request] = Expected(worker, hashes)
         for depth in _depths(len(hashes)):
             probe = self._probes.setdefault(hashes[depth - 1], {})
             # pop() and re-insertion move the worker to the end.
             probe[worker] = requests = probe.pop(worker, {})
-            requests[request_id] = None
+            requests[request] = None
 
-    def settle(self, request_id: str) -> None:
+    def settle(self, request: RequestKey) -> None:
         """Ends an expectation: the prompt is computed or never will be.
 
         From now on only the worker's cache reports count.
         """
-        expected = self._expected.pop(request_id, None)
+        expected = self._expected.pop(request, None)
         if expected is None:
             return
         self._latest = None
-        self._expected_at[expected.worker].remove(request_id)
+        self._expected_at[expected.worker].remove(request)
         for depth in _depths(len(expected.hashes)):
             block = expected.hashes[depth - 1]
             probe = self._probes[block]
             requests = probe[expected.worker]
-            del requests[request_id]
+            del requests[request]
             if not requests:
                 del probe[expected.worker]
             if not probe:
@@ -239,7 +239,7 @@ class PrefixIndex:
         bits = {worker: 1 << slot for worker, slot in self._slots.items()}
         for index in self._tiers.values():
             index.check_integrity(bits)
-        probed = set[str]()
+        probed = set[RequestKey]()
         for probe in self._probes.values():
             for worker, requests in probe.items():
                 assert requests

@@ -8,14 +8,14 @@ from itertools import accumulate, islice, repeat, takewhile
 from operator import and_, itemgetter, or_
 from typing import NamedTuple, Protocol, TypeAlias
 
-from baton.coordinator.state.requests import WorkerKey
+from baton.coordinator.state.requests import RequestKey, WorkerKey
 
 # Largest number of blocks that a look-up across tiers tests; of longer prompts it tests every
 # second block, or every third, and so on.
 MAX_TESTED_BLOCKS = 1024
 
 # Expected requests by worker; workers and requests are each ordered by time, the latest last.
-Probe: TypeAlias = dict[WorkerKey, dict[str, None]]
+Probe: TypeAlias = dict[WorkerKey, dict[RequestKey, None]]
 
 
 class HeldPrefix(NamedTuple):
@@ -99,7 +99,7 @@ class PrefixMatch:
         disk: Masks,
         slots: Mapping[WorkerKey, int],
         workers: Sequence[WorkerKey | None],
-        expected: Mapping[str, Expected],
+        expected: Mapping[RequestKey, Expected],
         probes: Sequence[tuple[int, Probe]],
         turn: int,
     ) -> None:
@@ -287,7 +287,7 @@ class PrefixMatch:
                     found[worker] = self._common(probe[worker], depth)
         return found
 
-    def _common(self, requests: dict[str, None], least: int) -> int:
+    def _common(self, requests: dict[RequestKey, None], least: int) -> int:
         """Number of first blocks that the latest of these requests shares with the prompt.
 
         At least `least`. Only the latest request is compared; an earlier request may share up to
