@@ -73,12 +73,12 @@ class Side:
             group.create_task(self._drop_events())
             while True:
                 step = await self.engine.next_step()
-                if any(output.request_id in self._streams for output in step.outputs):
+                if any(output.engine_request_id in self._streams for output in step.outputs):
                     self.step_times.append(time.perf_counter())
                     self._stepped.set()
                 for output in step.outputs:
-                    if output.request_id in self._outputs:
-                        self._outputs[output.request_id].put_nowait(output)
+                    if output.engine_request_id in self._outputs:
+                        self._outputs[output.engine_request_id].put_nowait(output)
 
     async def _drop_events(self) -> None:
         while True:
@@ -86,12 +86,12 @@ class Side:
 
     async def finish(self, request: EngineRequest) -> EngineOutput:
         """Runs a request; returns its first output."""
-        outputs = self._outputs[request.request_id] = asyncio.Queue()
+        outputs = self._outputs[request.engine_request_id] = asyncio.Queue()
         await self.engine.submit(request)
         first = output = await outputs.get()
         while output.finish is None:
             output = await outputs.get()
-        del self._outputs[request.request_id]
+        del self._outputs[request.engine_request_id]
         if output.error:
             raise RuntimeError(output.error)
         return first

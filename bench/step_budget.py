@@ -56,7 +56,7 @@ class Streams:
             step = await self._engine.next_step()
             now = time.perf_counter()
             for output in step.outputs:
-                timed, sent_at, ended = self._timed[output.request_id]
+                timed, sent_at, ended = self._timed[output.engine_request_id]
                 timed.add(output.token_ids, now - sent_at)
                 if output.finish is not None:
                     ended.set()

@@ -53,7 +53,7 @@ class EngineRequest:
     """One request as an engine runs it.
 
     Attributes:
-        request_id: Unique among the engine's live requests.
+        engine_request_id: Unique among the engine's live requests.
         prompt_token_ids: The original prompt, without known output tokens.
         sampling: The client's parameters. Its limits count the whole output; the engine subtracts
             the known tokens.
@@ -78,7 +78,7 @@ class EngineRequest:
             ends with Finish.PREFIX_GONE, or with Finish.ABORTED after its first output.
     """
 
-    request_id: str
+    engine_request_id: str
     prompt_token_ids: Sequence[int]
     sampling: common_pb2.SamplingParams
     known_token_ids: Sequence[int] = ()
@@ -117,7 +117,7 @@ class EngineRequest:
 
 
 def cached_prefix_request(
-    request_id: str,
+    engine_request_id: str,
     token_ids: Sequence[int],
     *,
     send: SendHandoff | None = None,
@@ -132,7 +132,7 @@ def cached_prefix_request(
     It ends with Finish.CUT, or with Finish.PREFIX_GONE if the engine lacks a block of the prefix.
 
     Args:
-        request_id: See EngineRequest, as for the following arguments.
+        engine_request_id: See EngineRequest, as for the following arguments.
         token_ids: The tokens of the prefix, whole blocks.
         send: Handoff of the prefix; None: none.
         priority: See EngineRequest.
@@ -142,7 +142,7 @@ def cached_prefix_request(
         due_in_s: See EngineRequest.
     """
     return EngineRequest(
-        request_id=request_id,
+        engine_request_id=engine_request_id,
         # The engine computes one token after the prefix; its value does not matter.
         prompt_token_ids=[*token_ids, token_ids[0]],
         sampling=common_pb2.SamplingParams(max_tokens=2, ignore_eos=True),
@@ -185,7 +185,7 @@ class EngineOutput:
     """Output of one step for one request.
 
     Attributes:
-        request_id: ID of the request.
+        engine_request_id: ID of the request.
         token_ids: New tokens, without known ones.
         text: Text that became final in this step; it may lag behind the tokens.
         logprobs: For each token of token_ids the candidates, the chosen token first; empty unless
@@ -208,7 +208,7 @@ class EngineOutput:
         error: The reason, with Finish.ERROR.
     """
 
-    request_id: str
+    engine_request_id: str
     token_ids: Sequence[int] = ()
     text: str = ""
     logprobs: Sequence[Sequence[Logprob]] = ()
@@ -412,7 +412,7 @@ class Engine(Protocol):
         """Queues a request. Raises RequestRejected, EngineDead."""
         ...
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
+    async def abort(self, engine_request_ids: Sequence[str]) -> None:
         """Aborts requests and frees their resources; ignores unknown IDs."""
         ...
 

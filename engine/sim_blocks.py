@@ -43,11 +43,13 @@ class BlockPool:
     def is_cached(self, block_hash: int) -> bool:
         return block_hash in self._cached
 
-    def start(self, request_id: str, num_tokens: int, hashes: Sequence[int] = ()) -> int | None:
+    def start(
+        self, engine_request_id: str, num_tokens: int, hashes: Sequence[int] = ()
+    ) -> int | None:
         """Allocates blocks for `num_tokens` to a request that holds none.
 
         Args:
-            request_id: ID of the request.
+            engine_request_id: ID of the request.
             num_tokens: Tokens to make room for, including those from the cache.
             hashes: Hashes of the blocks that the request can take from the cache, from its first
                 block on.
@@ -56,7 +58,7 @@ class BlockPool:
             Number of blocks taken from the cache. None if there is no room; nothing has changed
                 then.
         """
-        assert request_id not in self._held
+        assert engine_request_id not in self._held
         cached = list[int]()
         for block_hash in hashes:
             if (block := self._cached.get(block_hash)) is None:
@@ -68,7 +70,7 @@ class BlockPool:
         for block in cached:
             self._free.pop(block, None)
             self._num_holders[block] += 1
-        self._held[request_id] = [*cached, *(self._take() for _ in range(num_new))]
+        self._held[engine_request_id] = [*cached, *(self._take() for _ in range(num_new))]
         return len(cached)
 
     def keep(self, name: str, hashes: Sequence[int]) -> bool:
@@ -83,34 +85,36 @@ class BlockPool:
         self._held[name] = cached
         return True
 
-    def grow(self, request_id: str, num_tokens: int) -> bool:
+    def grow(self, engine_request_id: str, num_tokens: int) -> bool:
         """Grows a request's blocks to hold `num_tokens`.
 
         Returns:
             False if there is no room; nothing has changed then.
         """
-        held = self._held.get(request_id, [])
+        held = self._held.get(engine_request_id, [])
         missing = -(-num_tokens // self._block_size) - len(held)
         if missing > len(self._free):
             return False
         if missing > 0:
-            held = self._held.setdefault(request_id, held)
+            held = self._held.setdefault(engine_request_id, held)
             held.extend(self._take() for _ in range(missing))
         return True
 
-    def cache(self, request_id: str, first_block: int, hashes: Sequence[int]) -> None:
+    def cache(self, engine_request_id: str, first_block: int, hashes: Sequence[int]) -> None:
         """Caches full blocks of a request, from its `first_block` on.
 
         If several blocks have the same hash, the first one stays cached.
         """
-        for block, block_hash in zip(self._held[request_id][first_block:], hashes, strict=False):
+        for block, block_hash in zip(
+            self._held[engine_request_id][first_block:], hashes, strict=False
+        ):
             if block_hash not in self._cached and block not in self._hashes:
                 self._cached[block_hash], self._hashes[block] = block, block_hash
                 self._changes.store(block_hash)
 
-    def free(self, request_id: str) -> None:
+    def free(self, engine_request_id: str) -> None:
         """Frees all blocks of a request."""
-        for block in reversed(self._held.pop(request_id, ())):
+        for block in reversed(self._held.pop(engine_request_id, ())):
             self._num_holders[block] -= 1
             if not self._num_holders[block]:
                 self._free[block] = None

@@ -66,15 +66,15 @@ class HostTier:
             if block in self._blocks:
                 self._blocks.move_to_end(block)
 
-    def begin_load(self, request_id: str, hashes: Sequence[int]) -> None:
+    def begin_load(self, engine_request_id: str, hashes: Sequence[int]) -> None:
         """Pins blocks until `end_load`."""
-        assert request_id not in self._loads
-        self._loads[request_id] = hashes
+        assert engine_request_id not in self._loads
+        self._loads[engine_request_id] = hashes
         self._num_pins.update(hashes)
 
-    def end_load(self, request_id: str) -> None:
+    def end_load(self, engine_request_id: str) -> None:
         """Unpins the blocks that a request loads; idempotent."""
-        for block in self._loads.pop(request_id, ()):
+        for block in self._loads.pop(engine_request_id, ()):
             self._num_pins[block] -= 1
             if not self._num_pins[block]:
                 del self._num_pins[block]

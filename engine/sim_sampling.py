@@ -34,7 +34,7 @@ class Sampler:
         finish, stop = self._end(live, token)
         text_is_final = finish is not None and finish is not Finish.CUT
         return EngineOutput(
-            request_id=live.id,
+            engine_request_id=live.id,
             token_ids=(token,),
             text=live.text.take(finished=text_is_final),
             logprobs=self._logprobs([token], sampling, "logprobs"),

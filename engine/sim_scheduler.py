@@ -87,7 +87,7 @@ class LiveRequest:
 
     @property
     def id(self) -> str:
-        return self.request.request_id
+        return self.request.engine_request_id
 
     @property
     def num_output_tokens(self) -> int:

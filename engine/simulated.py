@@ -223,21 +223,23 @@ class SimulatedEngine:
             else None,
             receive_deadline=now + request.receive.timeout_s if request.receive else None,
         )
-        self._requests[request.request_id] = live
+        self._requests[request.engine_request_id] = live
         if self._port is not None and (receive := request.receive) and receive.is_fetch:
             self._scheduler.keep_prefix(live, receive.skip_tokens)
         self._scheduler.add(live)
         self._has_work.set()
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        gone = set(request_ids)
-        for request_id in gone:
-            if live := self._requests.get(request_id):
+    async def abort(self, engine_request_ids: Sequence[str]) -> None:
+        gone = set(engine_request_ids)
+        for engine_request_id in gone:
+            if live := self._requests.get(engine_request_id):
                 self._forget(live)
         for step in self._steps:
-            step.outputs = [output for output in step.outputs if output.request_id not in gone]
+            step.outputs = [
+                output for output in step.outputs if output.engine_request_id not in gone
+            ]
         self._pending_outputs = [
-            output for output in self._pending_outputs if output.request_id not in gone
+            output for output in self._pending_outputs if output.engine_request_id not in gone
         ]
         self._has_work.set()
 
@@ -313,13 +315,13 @@ class SimulatedEngine:
             self._images.close()
             self._images = None
 
-    def preempt(self, request_id: str) -> bool:
+    def preempt(self, engine_request_id: str) -> bool:
         """Preempts a running request as if blocks had run short; for tests.
 
         Returns:
             Whether the request was running.
         """
-        live = self._requests.get(request_id)
+        live = self._requests.get(engine_request_id)
         if live is None or live not in self._scheduler.running:
             return False
         self._scheduler.preempt(live)
@@ -344,8 +346,8 @@ class SimulatedEngine:
             RequestRejected: The engine does not accept the request.
         """
         num_prompt, limit = len(request.prompt_token_ids), self._settings.max_model_len
-        if request.request_id in self._requests:
-            raise RequestRejected(f"request {request.request_id} is running already")
+        if request.engine_request_id in self._requests:
+            raise RequestRejected(f"request {request.engine_request_id} is running already")
         if request.adapter and request.adapter not in self._adapters:
             raise RequestRejected(f"adapter {request.adapter!r} is not loaded here")
         if not 0 < num_prompt < limit:

@@ -100,7 +100,7 @@ class VllmEngine:
         self._lora_requests = lora_requests(served.adapters)
         self._traces = Path(transfer_socket).parent / "traces"
         self._live: dict[str, LiveRequest] = {}
-        self._by_internal_id: dict[str, LiveRequest] = {}
+        self._by_vllm_id: dict[str, LiveRequest] = {}
         self._prior = prior if scheduler == "baton" else None
         self._kv_store = kv_store
         self._disk: DiskDirectory | None = None
@@ -163,9 +163,9 @@ class VllmEngine:
         return dataclasses.replace(info, disk_bytes_per_s=store.disk_bytes_per_s)
 
     async def submit(self, request: EngineRequest) -> None:
-        if request.request_id in self._live:
-            raise RequestRejected(f"request {request.request_id} is already running here")
-        live = LiveRequest(request, self._new_internal_id(request), submitted_at=time.monotonic())
+        if request.engine_request_id in self._live:
+            raise RequestRejected(f"request {request.engine_request_id} is already running here")
+        live = LiveRequest(request, self._new_vllm_id(request), submitted_at=time.monotonic())
         if request.chat is not None:
             live.features = await asyncio.to_thread(self._images.processed, request, request.chat)
         else:
@@ -175,8 +175,8 @@ class VllmEngine:
     async def render(self, chat: inference_pb2.ChatPrompt, max_pixels: int) -> RenderedPrompt:
         return await asyncio.to_thread(self._images.render, chat, max_pixels)
 
-    def _new_internal_id(self, request: EngineRequest) -> str:
-        return f"{request.request_id}#{next(self._counter)}"
+    def _new_vllm_id(self, request: EngineRequest) -> str:
+        return f"{request.engine_request_id}#{next(self._counter)}"
 
     async def _submit(self, live: LiveRequest) -> None:
         # Images may have taken long to prepare, and a retry comes much later.
@@ -185,13 +185,13 @@ class VllmEngine:
         try:
             lora = self._lora_request(request.adapter)
             shown, run = engine_core_requests(
-                self._input, request, live.internal_id, lora, live.features
+                self._input, request, live.vllm_id, lora, live.features
             )
         except _WRONG_REQUEST as error:
             raise RequestRejected(" ".join(str(error).split())) from error
         self._output.add_request(shown, prompt=None)
         self._replay(live, run)
-        self._live[request.request_id] = self._by_internal_id[live.internal_id] = live
+        self._live[request.engine_request_id] = self._by_vllm_id[live.vllm_id] = live
         await self._add(run)
 
     async def _add(self, run: EngineCoreRequest) -> None:
@@ -219,26 +219,28 @@ class VllmEngine:
         if run.sampling_params.extra_args.get(EXTRA_ARG):
             live.num_known_tokens = len(request.known_token_ids)
             return
-        detokenizer = self._output.request_states[live.internal_id].detokenizer
+        detokenizer = self._output.request_states[live.vllm_id].detokenizer
         detokenizer.update(list(request.known_token_ids), False)
         text = detokenizer.get_next_output_text(finished=False, delta=True)
         live.pending_text = live.without_known(text)
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        found = [live for name in dict.fromkeys(request_ids) if (live := self._live.get(name))]
+    async def abort(self, engine_request_ids: Sequence[str]) -> None:
+        found = [
+            live for name in dict.fromkeys(engine_request_ids) if (live := self._live.get(name))
+        ]
         if not found:
             return
         for live in found:
             self._withdraw(live)
-        await self._core.abort_requests_async([live.internal_id for live in found])
+        await self._core.abort_requests_async([live.vllm_id for live in found])
 
     def _withdraw(self, live: LiveRequest) -> None:
         """Forgets a request, also in the output processor, which reports nothing more for it."""
         self._forget(live)
-        self._output.abort_requests([live.internal_id], internal=True)
+        self._output.abort_requests([live.vllm_id], internal=True)
 
     def _forget(self, live: LiveRequest) -> None:
-        del self._live[live.request.request_id], self._by_internal_id[live.internal_id]
+        del self._live[live.request.engine_request_id], self._by_vllm_id[live.vllm_id]
 
     async def drop_cache(
         self, cache_salt: str | None, block_hashes: Collection[int] | None = None
@@ -276,7 +278,7 @@ class VllmEngine:
         await self._retry_failed_loads(outputs.outputs, step)
         processed = self._output.process_outputs(outputs.outputs, outputs.timestamp)
         for made in processed.request_outputs:
-            live = self._by_internal_id.get(made.request_id)
+            live = self._by_vllm_id.get(made.request_id)
             output = live.output(made, outputs.timestamp) if live else None
             if output is not None:
                 step.outputs.append(output)
@@ -303,8 +305,8 @@ class VllmEngine:
         step.cache, step.host_cache = report.cache, report.host_cache
         step.disk_cache = report.disk_cache
         step.num_wrong_files, step.disk_failed = report.num_wrong_files, report.disk_failed
-        for internal_id, load in report.host_loads.items():
-            if (live := self._by_internal_id.get(internal_id)) is not None:
+        for vllm_id, load in report.host_loads.items():
+            if (live := self._by_vllm_id.get(vllm_id)) is not None:
                 live.num_host_tokens = load.num_tokens - load.num_from_disk
                 live.num_disk_tokens = load.num_from_disk
         for tier, loads in report.tier_loads.items():
@@ -315,10 +317,10 @@ class VllmEngine:
         for drop_id, blocks in report.dropped.items():
             if (dropped := self._drops.get(drop_id)) is not None and not dropped.done():
                 dropped.set_result(DroppedBlocks(*blocks))
-        for internal_id, num_held_tokens in report.gone.items():
+        for vllm_id, num_held_tokens in report.gone.items():
             # The request waits in vLLM until it is aborted, and may be reported again until then.
-            if (live := self._by_internal_id.get(internal_id)) is not None:
-                await self.abort([live.request.request_id])
+            if (live := self._by_vllm_id.get(vllm_id)) is not None:
+                await self.abort([live.request.engine_request_id])
                 step.outputs.append(live.gone(num_held_tokens))
 
     async def _retry_failed_loads(self, outputs: list[EngineCoreOutput], step: EngineStep) -> None:
@@ -329,7 +331,7 @@ class VllmEngine:
         for output in [each for each in outputs if self._failed_to_load(each)]:
             outputs.remove(output)
             # The request may have been aborted while this loop retried another one.
-            if (live := self._by_internal_id.get(output.request_id)) is None:
+            if (live := self._by_vllm_id.get(output.request_id)) is None:
                 continue
             self._withdraw(live)
             if live.request.num_needed_tokens:
@@ -341,15 +343,15 @@ class VllmEngine:
         finished = [
             live
             for output in outputs
-            if output.finish and (live := self._live.get(output.request_id))
+            if output.finish and (live := self._live.get(output.engine_request_id))
         ]
         for live in finished:
             self._forget(live)
-        cut = [live.internal_id for live in finished if live.cut]
+        cut = [live.vllm_id for live in finished if live.cut]
         self._output.abort_requests(cut, internal=True)
 
     def _failed_to_load(self, output: EngineCoreOutput) -> bool:
-        live = self._by_internal_id.get(output.request_id)
+        live = self._by_vllm_id.get(output.request_id)
         return (
             output.finish_reason == FinishReason.ERROR
             and live is not None
@@ -371,15 +373,13 @@ class VllmEngine:
             sampling.CopyFrom(live.request.sampling)
             sampling.ClearField("prompt_logprobs")
         request = dataclasses.replace(live.request, sampling=sampling, receive=None, send=None)
-        again = LiveRequest(
-            request, self._new_internal_id(request), live.submitted_at, retried=True
-        )
+        again = LiveRequest(request, self._new_vllm_id(request), live.submitted_at, retried=True)
         again.features = live.features
         await self._submit(again)
 
     def _prepare_output(self, output: EngineCoreOutput) -> None:
         """Takes what the output processor drops, and undoes the end of a prefill-only request."""
-        live = self._by_internal_id.get(output.request_id)
+        live = self._by_vllm_id.get(output.request_id)
         if live is None:
             return
         for event in output.events or ():

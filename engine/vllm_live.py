@@ -22,7 +22,7 @@ class LiveRequest:
 
     Attributes:
         request: The request as submitted.
-        internal_id: vLLM's ID of the request; never reused, unlike the request's own ID.
+        vllm_id: vLLM's ID of the request; never reused, unlike the request's own ID.
         submitted_at: Submission, by time.monotonic.
         num_known_tokens: Replayed tokens that vLLM has yet to report and the client already has.
         num_known_chars: Characters of text that vLLM has yet to report and the client already has.
@@ -40,7 +40,7 @@ class LiveRequest:
     """
 
     request: EngineRequest
-    internal_id: str
+    vllm_id: str
     submitted_at: float
     num_known_tokens: int = 0
     num_known_chars: int = 0
@@ -70,8 +70,8 @@ class LiveRequest:
         if self.reported:
             # Another worker computes the prompt again and continues the output.
             error = "vLLM preempted the request, and this worker does not have its images"
-            return EngineOutput(self.request.request_id, finish=Finish.ABORTED, error=error)
-        gone = EngineOutput(self.request.request_id, finish=Finish.PREFIX_GONE)
+            return EngineOutput(self.request.engine_request_id, finish=Finish.ABORTED, error=error)
+        gone = EngineOutput(self.request.engine_request_id, finish=Finish.PREFIX_GONE)
         gone.num_held_tokens = num_held_tokens
         return gone
 
@@ -93,7 +93,7 @@ class LiveRequest:
         text = self.pending_text + self.without_known(completion.text)
         self.pending_text = ""
         output = EngineOutput(
-            self.request.request_id,
+            self.request.engine_request_id,
             token_ids[num_known:],
             text,
             logprobs=logprobs((completion.logprobs or [])[num_known:]),

@@ -26,7 +26,7 @@ from baton.v1 import common_pb2
 def engine_core_requests(
     inputs: InputProcessor,
     request: EngineRequest,
-    internal_id: str,
+    vllm_id: str,
     lora: LoRARequest | None,
     features: Sequence[MultiModalFeatureSpec] = (),
 ) -> tuple[EngineCoreRequest, EngineCoreRequest]:
@@ -38,7 +38,7 @@ def engine_core_requests(
     Args:
         inputs: vLLM's input processor, which checks the request.
         request: The request.
-        internal_id: vLLM's ID for the request.
+        vllm_id: vLLM's ID for the request.
         lora: The request's adapter; None for the model itself.
         features: Its images.
 
@@ -47,14 +47,14 @@ def engine_core_requests(
         RequestRejected: Baton does not accept the request.
     """
     shown: EngineCoreRequest = inputs.process_inputs(
-        internal_id,
+        vllm_id,
         tokens_input(list(request.prompt_token_ids)),
         _sampling_params(request),
         supported_tasks=("generate",),
         lora_request=lora,
         priority=request.priority,
     )
-    shown.external_req_id = internal_id
+    shown.external_req_id = vllm_id
     shown.mm_features = list(features) or None
     known, sampling = list(request.known_token_ids), shown.sampling_params
     params = sampling.clone()
@@ -87,16 +87,16 @@ def engine_core_requests(
     return shown, run
 
 
-def drop_request(inputs: InputProcessor, internal_id: str, order: DropOrder) -> EngineCoreRequest:
+def drop_request(inputs: InputProcessor, vllm_id: str, order: DropOrder) -> EngineCoreRequest:
     """Returns the request that carries an order to delete KV blocks (connector/cache_drops.py)."""
     transfer = request_params.encode(drop=order)
     params = SamplingParams(
         max_tokens=1, temperature=0.0, extra_args={"kv_transfer_params": transfer}
     )
     made: EngineCoreRequest = inputs.process_inputs(
-        internal_id, tokens_input([0]), params, supported_tasks=("generate",)
+        vllm_id, tokens_input([0]), params, supported_tasks=("generate",)
     )
-    made.external_req_id = internal_id
+    made.external_req_id = vllm_id
     return made
 
 

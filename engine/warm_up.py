@@ -20,9 +20,9 @@ _STRIDE = 7919
 _NAME = "warm-up"
 
 
-def is_warm_up(request_id: str) -> bool:
+def is_warm_up(engine_request_id: str) -> bool:
     """Whether a request of this ID, or of an engine's own ID made of it, is one of the warm-up."""
-    return request_id == _NAME or request_id.startswith(f"{_NAME}#")
+    return engine_request_id == _NAME or engine_request_id.startswith(f"{_NAME}#")
 
 
 async def warm_up(engine: Engine, info: EngineInfo) -> list[EngineStep]:

@@ -39,8 +39,8 @@ class Attempt:
         num_text_chars: Characters of text that were sent with these tokens, by any worker.
         arrived_at: Arrival of the command, by time.monotonic.
         submitted_at: Submission to the engine, by time.monotonic; None before it.
-        engine_id: The engine's request ID. It is never reused, unlike an attempt number, which
-            another coordinator may assign again.
+        engine_request_id: ID of the attempt at the engine. It is never reused, unlike an attempt
+            number, which another coordinator may assign again.
         decoding: True once this worker has produced output.
         num_own_host_tokens: Prompt tokens that were loaded from host memory before the attempt was
             submitted, because its fetch leaves them out.
@@ -55,7 +55,7 @@ class Attempt:
     num_text_chars: int = field(init=False)
     arrived_at: float = field(init=False, default_factory=monotonic)
     submitted_at: float | None = field(init=False, default=None)
-    engine_id: str = field(init=False)
+    engine_request_id: str = field(init=False)
     decoding: bool = field(init=False, default=False)
     num_own_host_tokens: int = field(init=False, default=0)
     own_load_s: float = field(init=False, default=0.0)
@@ -65,7 +65,7 @@ class Attempt:
     def __post_init__(self) -> None:
         self.token_ids = list(self.spec.known_token_ids)
         self.num_text_chars = self.spec.known_text_chars
-        self.engine_id = f"{self.spec.request_id}#{self.spec.attempt}.{next(_numbers)}"
+        self.engine_request_id = f"{self.spec.request_id}#{self.spec.attempt}.{next(_numbers)}"
 
     def engine_request(
         self,
@@ -82,7 +82,7 @@ class Attempt:
             receive: Handoff of the whole prompt to load; None: the fetch, if there is one.
         """
         return EngineRequest(
-            request_id=self.engine_id,
+            engine_request_id=self.engine_request_id,
             prompt_token_ids=self.spec.prompt_token_ids,
             sampling=self.spec.sampling,
             known_token_ids=self.spec.known_token_ids,

@@ -36,29 +36,29 @@ class OwnBlocks:
         if plan is None or not plan.host_tokens:
             return
         request = cached_prefix_request(
-            f"{attempt.engine_id}.own",
+            f"{attempt.engine_request_id}.own",
             attempt.spec.prompt_token_ids[: plan.skip_tokens],
             priority=attempt.spec.priority,
             adapter=attempt.spec.adapter,
             cache_salt=attempt.spec.cache_salt,
         )
         begun_at = monotonic()
-        ended = self._loads[request.request_id] = asyncio.get_running_loop().create_future()
+        ended = self._loads[request.engine_request_id] = asyncio.get_running_loop().create_future()
         try:
             await self._engine.submit(request)
             async with asyncio.timeout(to_seconds(plan.timeout)):
                 attempt.num_own_host_tokens = (await ended).num_host_tokens
         except TimeoutError:
-            await self._engine.abort([request.request_id])
+            await self._engine.abort([request.engine_request_id])
         except asyncio.CancelledError:
-            await self._engine.abort([request.request_id])
+            await self._engine.abort([request.engine_request_id])
             raise
         finally:
-            del self._loads[request.request_id]
+            del self._loads[request.engine_request_id]
             attempt.own_load_s = monotonic() - begun_at
 
     def take(self, output: EngineOutput) -> None:
         """Handles an output of the engine; ignores outputs that do not end a load."""
-        ended = self._loads.get(output.request_id)
+        ended = self._loads.get(output.engine_request_id)
         if ended is not None and not ended.done() and output.finish is not None:
             ended.set_result(output)

@@ -76,7 +76,7 @@ class PrefixSends:
         handoff_id = command.handoff.handoff_id
         self._sends.add(Send(command.handoff, command.traceparent))
         stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(self._run(command, stop), name=_engine_id(handoff_id))
+        task = asyncio.create_task(self._run(command, stop), name=_engine_request_id(handoff_id))
         self._tasks[handoff_id], self._stops[handoff_id] = task, stop
         task.add_done_callback(lambda task: self._on_done(handoff_id, task))
 
@@ -103,7 +103,7 @@ class PrefixSends:
 
     def take(self, output: EngineOutput) -> None:
         """Handles an output of the engine; ignores outputs that do not end a request from here."""
-        ended = self._waiting.get(output.request_id)
+        ended = self._waiting.get(output.engine_request_id)
         if ended is not None and not ended.done() and output.finish is not None:
             ended.set_result(output)
 
@@ -130,7 +130,7 @@ class PrefixSends:
             if not sending.done():
                 sending.cancel()
                 await asyncio.wait([sending])
-                await self._engine.abort([_engine_id(handoff_id)])
+                await self._engine.abort([_engine_request_id(handoff_id)])
             is_sent = not sending.cancelled() and sending.result()
             return is_sent and not stop.done()
         except (RequestRejected, TransferError):
@@ -159,7 +159,7 @@ class PrefixSends:
     ) -> EngineOutput:
         """Runs one request of the engine that fills the staging of a handoff."""
         request = cached_prefix_request(
-            _engine_id(send.handoff_id),
+            _engine_request_id(send.handoff_id),
             command.prompt_token_ids[: send.num_tokens],
             send=send,
             priority=command.priority,
@@ -169,13 +169,13 @@ class PrefixSends:
             due_in_s=due_at - monotonic(),
         )
         ended: asyncio.Future[EngineOutput] = asyncio.get_running_loop().create_future()
-        self._waiting[request.request_id] = ended
+        self._waiting[request.engine_request_id] = ended
         try:
             await self._engine.submit(request)
             return await ended
         finally:
-            del self._waiting[request.request_id]
+            del self._waiting[request.engine_request_id]
 
 
-def _engine_id(handoff_id: bytes) -> str:
+def _engine_request_id(handoff_id: bytes) -> str:
     return f"prefix {handoff_id.hex()}"

@@ -138,7 +138,7 @@ class Runner:
             on_engine_dead=self._die,
         )
         self._held: dict[str, _Held] = {}
-        self._by_engine_id: dict[str, _Held] = {}
+        self._by_engine_request_id: dict[str, _Held] = {}
         self._cleanups: dict[asyncio.Task[None], _Held] = {}
         self._num_steps = 0
         # Finished outputs, each with the sequence number of the message that reports its end.
@@ -294,7 +294,7 @@ class Runner:
             return
         held = _Held(attempt, policy)
         self._held[attempt.spec.request_id] = held
-        self._by_engine_id[attempt.engine_id] = held
+        self._by_engine_request_id[attempt.engine_request_id] = held
         if attempt.fetch is not None and attempt.fetch.num_tokens:
             self._receives.expect(attempt.fetch.handoff_id, attempt)
         self.idle.clear()
@@ -302,7 +302,9 @@ class Runner:
             held.deadline = asyncio.get_running_loop().call_later(
                 to_seconds(attempt.spec.timeout), self._expire, held
             )
-        held.begin = asyncio.create_task(self._begin(held), name=f"begin {attempt.engine_id}")
+        held.begin = asyncio.create_task(
+            self._begin(held), name=f"begin {attempt.engine_request_id}"
+        )
 
     async def _begin(self, held: _Held) -> None:
         try:
@@ -313,14 +315,14 @@ class Runner:
         except EngineDead as error:
             self._die(str(error))
         except Exception as error:
-            _log.exception("request %s could not be started", held.attempt.engine_id)
+            _log.exception("request %s could not be started", held.attempt.engine_request_id)
             self._fail(held, Internal(f"{type(error).__name__}: {error}"))
 
     def _expire(self, held: _Held) -> None:
         self._fail(held, DeadlineExceeded("the request's deadline passed on the worker"))
 
     def _fail(self, held: _Held, error: BatonError) -> None:
-        if self._by_engine_id.get(held.attempt.engine_id) is not held:
+        if self._by_engine_request_id.get(held.attempt.engine_request_id) is not held:
             # The attempt was dropped, and its `begin` task failed before its cancellation.
             return
         self._post([held.attempt.failed(error)])
@@ -332,7 +334,7 @@ class Runner:
         self._free_later(held)
 
     def _free_later(self, held: _Held) -> None:
-        task = asyncio.create_task(self._free(held), name=f"free {held.attempt.engine_id}")
+        task = asyncio.create_task(self._free(held), name=f"free {held.attempt.engine_request_id}")
         self._cleanups[task] = held
         task.add_done_callback(self._freed)
 
@@ -347,7 +349,7 @@ class Runner:
             if held.begin is not None:
                 held.begin.cancel()
                 await asyncio.wait([held.begin])
-            await self._engine.abort([held.attempt.engine_id])
+            await self._engine.abort([held.attempt.engine_request_id])
         except EngineDead as error:
             self._die(str(error))
         finally:
@@ -362,7 +364,7 @@ class Runner:
 
     def _forget(self, held: _Held, how: str) -> None:
         del self._held[held.attempt.spec.request_id]
-        del self._by_engine_id[held.attempt.engine_id]
+        del self._by_engine_request_id[held.attempt.engine_request_id]
         if held.deadline is not None:
             held.deadline.cancel()
         self._num_ended[how] += 1
@@ -384,7 +386,7 @@ class Runner:
                 self._tiers.flush()
             message = cluster_pb2.StepOutputs(step=self._num_steps)
             for output in step.outputs:
-                held = self._by_engine_id.get(output.request_id)
+                held = self._by_engine_request_id.get(output.engine_request_id)
                 if held is None:
                     self._own_blocks.take(output)
                     self._prefix_sends.take(output)

@@ -25,21 +25,22 @@ class Send:
     Attributes:
         plan: The handoff.
         traceparent: Trace of the client's request; empty: none.
-        request_id: The request whose attempt sends it; empty: another worker fetches a prefix.
+        request_name: The coordinator's name of the request whose attempt sends it
+            (RequestSpec.request_id); empty: another worker fetches a prefix.
         attempt: Number of the attempt.
         begun_at: Start by time.monotonic().
     """
 
     plan: cluster_pb2.HandoffPlan
     traceparent: str
-    request_id: str = ""
+    request_name: str = ""
     attempt: int = 0
     begun_at: float = field(default_factory=monotonic)
 
     def report(self) -> cluster_pb2.HandoffReport:
         """Returns a report on this send; the caller fills in the result."""
         return cluster_pb2.HandoffReport(
-            request_id=self.request_id,
+            request_id=self.request_name,
             attempt=self.attempt,
             handoff_id=self.plan.handoff_id,
             total_us=round((monotonic() - self.begun_at) * 1e6),
@@ -135,7 +136,7 @@ class Sends:
         self._transfer.abort_send(handoff_id)
         if send is None:
             return
-        if not send.request_id:
+        if not send.request_name:
             # No output reports the end of a fetch.
             report = send.report()
             report.state = kv_transfer_pb2.HANDOFF_STATE_FAILED

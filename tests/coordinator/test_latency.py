@@ -320,7 +320,7 @@ async def test_the_simulated_engines_own_model_comes_back(world, monkeypatch, tm
             await engine.submit(EngineRequest(name, prompt, sampling))
         while names:
             step = await engine.next_step()
-            names -= {output.request_id for output in step.outputs if output.finish}
+            names -= {output.engine_request_id for output in step.outputs if output.finish}
             report(
                 world,
                 "d",

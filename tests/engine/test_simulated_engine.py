@@ -53,7 +53,7 @@ def request(
     **sampling: object,
 ) -> EngineRequest:
     return EngineRequest(
-        request_id=name,
+        engine_request_id=name,
         prompt_token_ids=prompt,
         sampling=common_pb2.SamplingParams(**sampling),
         known_token_ids=known,
@@ -74,19 +74,19 @@ class Answer:
 
 
 async def answers(engine: SimulatedEngine, *requests: EngineRequest) -> dict[str, Answer]:
-    found = {one.request_id: Answer() for one in requests}
+    found = {one.engine_request_id: Answer() for one in requests}
     for one in requests:
         await engine.submit(one)
     open_ids = set(found)
     async with asyncio.timeout(60):
         while open_ids:
             for output in (await engine.next_step()).outputs:
-                answer = found[output.request_id]
+                answer = found[output.engine_request_id]
                 answer.tokens += output.token_ids
                 answer.text += output.text
                 answer.outputs.append(output)
                 if output.finish is not None:
-                    open_ids.remove(output.request_id)
+                    open_ids.remove(output.engine_request_id)
     engine.check_integrity()
     return found
 
@@ -325,7 +325,7 @@ async def test_abort_frees_blocks_and_silences_queued_outputs(engine: SimulatedE
         await engine.abort(["a", "unknown"])
         for _ in range(5):
             step = await engine.next_step()
-            assert {output.request_id for output in step.outputs} <= {"b"}
+            assert {output.engine_request_id for output in step.outputs} <= {"b"}
     assert engine.take_load().num_running == 1
     await engine.abort(["b"])
     load = engine.take_load()

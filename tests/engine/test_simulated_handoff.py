@@ -40,7 +40,7 @@ class Side:
     async def finish(self, request: EngineRequest) -> tuple[list[int], EngineOutput, EngineOutput]:
         """Submits a request; returns its tokens, its first and its last output."""
         await self.engine.submit(request)
-        return await self.outputs_of(request.request_id)
+        return await self.outputs_of(request.engine_request_id)
 
     async def outputs_of(self, name: str) -> tuple[list[int], EngineOutput, EngineOutput]:
         tokens: list[int] = []
@@ -48,7 +48,7 @@ class Side:
         async with asyncio.timeout(60):
             while True:
                 for output in (await self.engine.next_step()).outputs:
-                    assert output.request_id == name
+                    assert output.engine_request_id == name
                     first = first or output
                     tokens += output.token_ids
                     if output.finish is not None:
@@ -280,9 +280,9 @@ async def test_without_a_commit_the_prompt_is_computed_and_others_run(pair: Pair
     async with asyncio.timeout(60):
         while len(finished) < 2:
             for output in (await engine.next_step()).outputs:
-                tokens[output.request_id] += output.token_ids
+                tokens[output.engine_request_id] += output.token_ids
                 if output.finish is not None:
-                    finished[output.request_id] = output
+                    finished[output.engine_request_id] = output
     assert list(finished) == ["other", "d"]
     assert tokens["d"] == expected_tokens(pair.vocabulary, prompt, 8)
     await pair.nothing_left()

@@ -47,9 +47,9 @@ class Run:
         for tier, change in ((self.cached, step.cache), (self.kept, step.host_cache)):
             apply(tier, change)
         for output in step.outputs:
-            self.outputs[output.request_id].append(output)
+            self.outputs[output.engine_request_id].append(output)
             if output.finish is not None:
-                self.ended.append(output.request_id)
+                self.ended.append(output.engine_request_id)
         return step
 
     async def until_ended(self, *names: str) -> None:

@@ -63,10 +63,10 @@ class Bench:
 
     async def step(self) -> None:
         for output in (await self.engine.next_step()).outputs:
-            self.tokens[output.request_id] += output.token_ids
-            self.first_at.setdefault(output.request_id, self.now)
+            self.tokens[output.engine_request_id] += output.token_ids
+            self.first_at.setdefault(output.engine_request_id, self.now)
             if output.finish is not None:
-                self.ended_at[output.request_id] = self.now
+                self.ended_at[output.engine_request_id] = self.now
         self.samples += self.engine.take_load().samples
 
     async def until(self, *names: str) -> None:

@@ -21,7 +21,7 @@ class Engine:
         request = self.request
         needed = len(request.prompt_token_ids) + request.sampling.max_tokens
         assert needed <= self.room, f"{needed} tokens wait for ever; {self.room} fit"
-        return EngineStep([EngineOutput(request.request_id, finish=Finish.LENGTH)])
+        return EngineStep([EngineOutput(request.engine_request_id, finish=Finish.LENGTH)])
 
     def take_load(self):
         return None

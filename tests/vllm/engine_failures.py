@@ -44,7 +44,7 @@ class Failing:
 
 async def outputs(decode: Side, request: EngineRequest) -> list[EngineOutput]:
     """Submits a request and returns all its outputs."""
-    queue = decode._outputs[request.request_id] = asyncio.Queue()
+    queue = decode._outputs[request.engine_request_id] = asyncio.Queue()
     await decode.engine.submit(request)
     found = [await queue.get()]
     while found[-1].finish is None:

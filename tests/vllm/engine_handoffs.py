@@ -91,7 +91,7 @@ class Side:
                 if output.finish is None and output.token_ids:
                     self.counts["steps"] += 1
                     self.counts["tokens"] += len(output.token_ids)
-                self._outputs[output.request_id].put_nowait(output)
+                self._outputs[output.engine_request_id].put_nowait(output)
 
     def num_cached_tokens(self, token_ids: Sequence[int]) -> int:
         """Returns how many prompt tokens the reports say are cached, from the first."""
@@ -112,14 +112,14 @@ class Side:
     async def committed(self, handoff_id: bytes) -> None:
         await self._commit(handoff_id).wait()
 
-    def outputs(self, request_id: str) -> asyncio.Queue[EngineOutput]:
+    def outputs(self, engine_request_id: str) -> asyncio.Queue[EngineOutput]:
         """Returns the queue of the outputs of a request that is submitted next."""
-        outputs = self._outputs[request_id] = asyncio.Queue()
+        outputs = self._outputs[engine_request_id] = asyncio.Queue()
         return outputs
 
     async def finish(self, request: EngineRequest) -> tuple[list[int], EngineOutput]:
         """Submits a request; returns its tokens and its first output."""
-        outputs = self.outputs(request.request_id)
+        outputs = self.outputs(request.engine_request_id)
         await self.engine.submit(request)
         first = output = await outputs.get()
         tokens = list(first.token_ids)
@@ -137,7 +137,7 @@ class Side:
         Returns:
             Its tokens and its first output.
         """
-        outputs = self.outputs(request.request_id)
+        outputs = self.outputs(request.engine_request_id)
         await self.engine.submit(request)
         first = output = await outputs.get()
         tokens = list(first.token_ids)
@@ -145,7 +145,7 @@ class Side:
             assert output.finish is None, output
             output = await outputs.get()
             tokens += output.token_ids
-        await self.engine.abort([request.request_id])
+        await self.engine.abort([request.engine_request_id])
         return tokens[:num_tokens], first
 
     async def held(self) -> dict[str, int]:

@@ -160,7 +160,7 @@ async def hand_over(
 
 async def outputs_of(one: Side, request: EngineRequest) -> tuple[list[int], EngineOutput]:
     """Returns the tokens of a request, and its end with the numbers of its first output."""
-    outputs = one._outputs[request.request_id] = asyncio.Queue()
+    outputs = one._outputs[request.engine_request_id] = asyncio.Queue()
     await one.engine.submit(request)
     tokens: list[int] = []
     num_loaded = num_cached = 0

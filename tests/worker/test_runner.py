@@ -52,9 +52,9 @@ class Engine:
         self.submitted, self.steps = asyncio.Queue(), asyncio.Queue()
 
     async def submit(self, request):
-        self.submitted.put_nowait(request.request_id)
+        self.submitted.put_nowait(request.engine_request_id)
 
-    async def abort(self, request_ids):
+    async def abort(self, engine_request_ids):
         pass
 
     async def next_step(self):

@@ -458,7 +458,7 @@ class HandoffScheduler:
         """Takes the requests whose loads have ended in all ranks, after `reported`.
 
         Args:
-            request_ids: The engine's request IDs; others than those that wait are ignored.
+            request_ids: vLLM's IDs of requests; others than those that wait are ignored.
         """
         for request_id in self._waited.keys() & request_ids:
             handoff_id = self._waited.pop(request_id).handoff_id

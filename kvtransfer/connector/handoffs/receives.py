@@ -22,7 +22,7 @@ class Receive:
     """A request that waits for a handoff.
 
     Attributes:
-        request_id: The engine's ID of the request.
+        request_id: vLLM's ID of the request.
         handoff_id: ID of the handoff, 16 bytes.
         num_tokens: Number of tokens of the prompt, from the first, that the handoff covers.
         skip_tokens: Number of these tokens, from the first, that the handoff leaves out.
@@ -68,7 +68,7 @@ class Receives:
         """Adds a request with a receive.
 
         Args:
-            request_id: The engine's request ID.
+            request_id: vLLM's ID of the request.
             order: The handoff that the request loads.
             now: Current time.monotonic(), in seconds.
         """

@@ -64,7 +64,7 @@ class Sends:
         """Adds a request with a send.
 
         Args:
-            request_id: The engine's request ID.
+            request_id: vLLM's ID of the request.
             order: The handoff that the request sends.
         """
         skip_tokens, num_tokens = order.skip_tokens, order.num_tokens

@@ -469,6 +469,7 @@ class RunningRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """As in RequestSpec."""
     attempt: _builtins.int
     role: _common_pb2.Role.ValueType
     num_text_chars: _builtins.int
@@ -613,6 +614,7 @@ class AdoptedRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """As in RequestSpec."""
     attempt: _builtins.int
     def __init__(
         self,
@@ -1195,6 +1197,7 @@ class CancelCommand(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """As in RequestSpec."""
     attempt: _builtins.int
     """0: cancel only the handoff. A request that waits for it computes its prompt itself; a worker
     that sends it for a fetch stops.
@@ -1425,6 +1428,7 @@ class RequestOutput(_message.Message):
     PREFIX_GONE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """As in RequestSpec."""
     attempt: _builtins.int
     @_builtins.property
     def delta(self) -> _common_pb2.TokenDelta: ...
@@ -1582,6 +1586,7 @@ class HandoffReport(_message.Message):
     LOAD_US_FIELD_NUMBER: _builtins.int
     TOTAL_US_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """As in RequestSpec."""
     attempt: _builtins.int
     handoff_id: _builtins.bytes
     epoch: _builtins.int
