@@ -155,6 +155,23 @@ def test_an_adapter_that_the_canary_lacks_stays_in_the_stable_fleet(two_fleets, 
     assert cell.fleet_name(cell.world.submit(adapter="poetry")) == "1"
 
 
+@pytest.mark.parametrize(("takes_images", "fleet"), [(False, "1"), (True, "r2")])
+def test_a_chat_with_images_stays_in_the_stable_fleet_if_the_canary_takes_none(
+    two_fleets, say_hello, takes_images, fleet
+):
+    cell = two_fleets(None)
+    for name in ("cp", "cp2", "cd", "cd2"):
+        cell.world.handle(ev.WorkerLost(name, "was killed"))
+    model = say_hello("x", PREFILL).model
+    model.takes_images = takes_images
+    for name, role in (("cp", PREFILL), ("cd", DECODE)):
+        cell.world.attach(name, role, incarnation=2, revision="r2", model=model)
+    cell.start(1.0)
+    image = common_pb2.PromptImage(id="cat", offset=1, num_tokens=4)
+    assert cell.fleet_name(cell.world.submit(images=(image,))) == fleet
+    assert cell.fleet_name(cell.world.submit()) == "r2"
+
+
 def test_workers_of_one_fleet_must_be_alike_workers_of_two_fleets_need_not(world, say_hello):
     fingerprint = say_hello("x", PREFILL).fingerprint
     fingerprint.num_layers = 8
