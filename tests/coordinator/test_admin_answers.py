@@ -6,7 +6,9 @@ import pytest
 from launched_world import Launched
 
 from baton.coordinator.server.admin_rollout import RolloutCalls
+from baton.coordinator.server.admin_scaling import ScalingCalls
 from baton.coordinator.state import events as ev
+from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.revision import Revision
 from baton.runtime import errors
 from baton.runtime.config import BatonConfig
@@ -65,3 +67,43 @@ def test_a_promotion_that_waits_for_a_worker_of_the_old_revision_says_so(new_wor
         "revision r2 becomes the stable one when the starting worker of revision 1 serves, which "
         "running outputs need; then the workers of 1 finish their requests and leave"
     )
+
+
+def test_the_answer_to_a_drain_says_whether_another_worker_takes_its_place(new_world):
+    """A worker of `baton up`, two that an operator started, a canary's, and one of an old fleet."""
+    made = Launched(new_world)
+    made.come_up()
+    made.world.handle(ev.RolloutRequested(Revision("r2"), 0.1, {}))
+    made.come_up()
+    made.world.attach("by-hand", common_pb2.ROLE_DECODE)
+    made.world.attach("canary-by-hand", common_pb2.ROLE_DECODE, revision="r2")
+    made.world.attach("third", common_pb2.ROLE_DECODE, revision="r3")
+    made.wait(2)
+    calls = ScalingCalls(WorldShell(made.world), 30.0, None, None)
+    for worker_id, place, replaced in (
+        ("by-hand", "", []),
+        ("third", "", []),
+        ("canary-by-hand", "", []),
+        (
+            "decode-0",
+            "; the target size of the decode pool is 1, so another worker takes its place: to "
+            "keep one worker less, use `baton scale`",
+            ["decode-1"],
+        ),
+        (
+            "decode-r2-0",
+            "; the target size of revision r2's decode pool is 1, so another worker takes its "
+            "place",
+            ["decode-r2-1"],
+        ),
+    ):
+        num_started = len(made.started)
+        answer = calls.drain(admin_pb2.DrainWorkerRequest(worker_id=worker_id))
+        assert answer.message == (
+            f"{worker_id} gets no new requests; its requests (0) end or move to other workers"
+            + place
+        )
+        made.wait(5)
+        assert made.started[num_started:] == replaced
+        made.come_up()
+    assert made.core.scaler.desired(Pool.DECODE) == 1
