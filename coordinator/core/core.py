@@ -463,7 +463,8 @@ class Core:
             self._adoption.expire(key)
             return
         request.waits_until = self._recovery_timeout.waits_until(request)
-        self._ends.expire(request, self._dispatcher.queue_error)
+        if self._ends.expire(request) and not self._rollout_control.leaves_canary(request):
+            self._ends.fail(request, self._dispatcher.queue_error(request))
 
     def _room_is_due(self) -> None:
         self._room_freed()

@@ -8,6 +8,7 @@ import pytest
 from two_fleets import fleet_of_session
 
 from baton.coordinator.state import events as ev
+from baton.coordinator.state.requests import RequestState
 from baton.coordinator.state.revision import Revision
 from baton.coordinator.state.scaling_config import ScalingConfig
 from baton.runtime import errors
@@ -15,6 +16,7 @@ from baton.runtime.config import TenantConfig
 from baton.v1 import common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+STOP = common_pb2.FINISH_REASON_STOP
 
 
 @pytest.mark.parametrize("share", [0.05, 0.5])
@@ -188,6 +190,38 @@ def test_workers_of_one_fleet_must_be_alike_workers_of_two_fleets_need_not(world
     assert "worker.revision" not in str(refusal.error)
     (refusal,) = world.attach("c4", DECODE, revision="a b")
     assert isinstance(refusal.error, errors.InvalidArgument)
+
+
+def test_a_request_that_waited_too_long_for_the_canary_goes_to_the_stable_fleet(two_fleets):
+    cell = two_fleets(1.0, max_prefill_requests=1, max_decode_requests=1)
+    running = [cell.world.submit() for _ in range(2)]
+    waiting = [cell.world.submit() for _ in range(4)]
+    assert [cell.fleet_name(to) for to in running + waiting] == ["r2"] * 6
+    cell.world.wait(59)
+    assert all(cell.request(to).state is RequestState.QUEUED for to in waiting)
+    cell.world.wait(1)
+    # The stable fleet has room for two.
+    assert [cell.fleet_name(to) for to in waiting] == ["1"] * 4
+    assert [cell.request(to).state for to in waiting] == (
+        [RequestState.PREFILLING] * 2 + [RequestState.QUEUED] * 2
+    )
+    # Its room becomes free in time for one more.
+    cell.first_token(waiting[0])
+    cell.token(waiting[0], finish=STOP)
+    assert cell.request(waiting[2]).state is RequestState.PREFILLING
+    cell.world.wait(1)
+    error = cell.world.last(waiting[3]).error
+    assert (error.reason, str(error)) == ("QUEUE_TIMEOUT", "every worker is busy: waited 60 s")
+
+
+def test_a_request_that_only_the_canary_could_compute_now_fails_with_its_name(two_fleets):
+    cell = two_fleets(1.0, max_prefill_requests=1, max_decode_requests=1)
+    for name in ("p", "p2", "d", "d2"):
+        cell.world.handle(ev.WorkerLost(name, "was killed"))
+    waiting = [cell.world.submit() for _ in range(3)][2]
+    cell.world.wait(60)
+    told = "every worker is busy: waited 60 s for revision 'r2'"
+    assert str(cell.world.last(waiting).error) == told
 
 
 def test_a_full_canary_does_not_delay_the_stable_fleet(two_fleets):
