@@ -12,7 +12,7 @@ from baton.coordinator.state.requests import RequestState
 from baton.coordinator.state.revision import Revision
 from baton.coordinator.state.scaling_config import ScalingConfig
 from baton.runtime import errors
-from baton.runtime.config import TenantConfig
+from baton.runtime.config import InteractiveLaneConfig, LanesConfig, TenantConfig
 from baton.v1 import common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
@@ -212,6 +212,26 @@ def test_a_request_that_waited_too_long_for_the_canary_goes_to_the_stable_fleet(
     cell.world.wait(1)
     error = cell.world.last(waiting[3]).error
     assert (error.reason, str(error)) == ("QUEUE_TIMEOUT", "every worker is busy: waited 60 s")
+
+
+def test_a_busy_canary_takes_at_most_half_of_the_places_in_a_lane(two_fleets):
+    lanes = LanesConfig(interactive=InteractiveLaneConfig(max_queued=5))
+    cell = two_fleets(1.0, max_prefill_requests=1, max_decode_requests=1, lanes=lanes)
+    fleets = [cell.fleet_name(cell.world.submit()) for _ in range(9)]
+    # Two run on the canary and three wait for it; two run on the stable fleet and two wait for it.
+    assert fleets == ["r2"] * 5 + ["1"] * 4
+    assert cell.world.last(cell.world.submit()).error.reason == "QUEUE_FULL"
+
+
+def test_an_output_is_resumed_in_a_busy_canary_that_began_it(two_fleets):
+    lanes = LanesConfig(interactive=InteractiveLaneConfig(max_queued=2))
+    cell = two_fleets(1.0, max_prefill_requests=1, max_decode_requests=1, lanes=lanes)
+    cell.begin(session=2, request_id="r1")
+    cell.world.handle(ev.SessionLost(2))
+    fleets = [cell.fleet_name(cell.world.submit()) for _ in range(4)]
+    assert fleets == ["r2", "r2", "r2", "1"]
+    cell.world.submit(3, request_id="r1", known_token_ids=[7], known_text_chars=1)
+    assert cell.core.running_request("r1").fleet.name == "r2"
 
 
 def test_a_request_that_only_the_canary_could_compute_now_fails_with_its_name(two_fleets):
