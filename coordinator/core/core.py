@@ -260,8 +260,8 @@ class Core:
         return self._parts.admission.error(lane, tenant)
 
     def wait_correction(self, lane: common_pb2.Lane.ValueType) -> float:
-        """Returns the correction factor for predicted waits in a lane, 1 to 4."""
-        return self._parts.admission.wait_correction(lane)
+        """Returns the factor for predicted waits of a lane for the stable fleet, 1 to 4."""
+        return self._parts.admission.wait_correction(lane, self.fleets.stable)
 
     def request(self, request_id: str, tenant: str = "") -> Request | EndedRequest | None:
         """Returns a running or recently ended request, or None.
