@@ -66,7 +66,13 @@ def scale(
         if wait:
             print_progress(answer.message, as_json=as_json)
             what = f"the {pool.value} pool does not have {workers} workers"
-            event = await wait_until(admin, lambda one: _has_size(one, pool, workers), wait, what)
+            event = await wait_until(
+                admin,
+                lambda one: _has_size(one, pool, workers),
+                wait,
+                what,
+                lambda one: _pool(one, pool).problem,
+            )
             answer.pool.CopyFrom(_pool(event, pool))
             answer.message = f"the {pool.value} pool has {workers} workers"
         return answer

@@ -125,7 +125,11 @@ def start(
             print_progress(message, as_json=as_json)
             what = f"revision {revision} does not serve"
             await wait_until(
-                admin, lambda event: _canary_serves(_rollout_in(event), revision), wait, what
+                admin,
+                lambda event: _canary_serves(_rollout_in(event), revision),
+                wait,
+                what,
+                lambda event: event.rollout.problem,
             )
             message = f"revision {revision} serves"
         return message
@@ -189,7 +193,11 @@ def promote(
             print_progress(message, as_json=as_json)
             what = "the canary is not the stable revision"
             await wait_until(
-                admin, lambda event: _is_promoted(_rollout_in(event), canary), wait, what
+                admin,
+                lambda event: _is_promoted(_rollout_in(event), canary),
+                wait,
+                what,
+                lambda event: event.rollout.problem,
             )
             message = f"revision {canary} is the stable one"
         return message

@@ -87,7 +87,11 @@ async def _watch_stdout() -> AsyncIterator[None]:
 
 
 async def wait_until(
-    admin: AdminClient, done: Callable[[WatchEvent], bool], wait_s: float, what: str
+    admin: AdminClient,
+    done: Callable[[WatchEvent], bool],
+    wait_s: float,
+    what: str,
+    problem: Callable[[WatchEvent], str] = lambda _: "",
 ) -> WatchEvent:
     """Waits for an event that fulfils a condition, and returns that event.
 
@@ -96,11 +100,13 @@ async def wait_until(
         done: The condition.
         wait_s: Longest wait in seconds.
         what: Clause for errors that names the change that is missing, such as "w1 has not left".
+        problem: Returns what an event says about the reason of a delay; empty: nothing.
 
     Raises:
         DeadlineExceeded: The condition was not fulfilled within `wait_s`.
         RemoteError: No connection to the coordinator could be opened, or several in a row broke.
     """
+    reason = ""
     try:
         async with (
             asyncio.timeout(wait_s),
@@ -109,10 +115,12 @@ async def wait_until(
             async for event in events:
                 if done(event):
                     return event
+                reason = problem(event)
             message = f"the coordinator at {admin.address} ended the event stream"
             raise errors.make(code_pb2.UNAVAILABLE, message)
     except TimeoutError:
-        message = f"{what} after {wait_s:g} s; the coordinator continues the change"
+        late = f"{what} after {wait_s:g} s" + (f": {reason}" if reason else "")
+        message = f"{late}; the coordinator continues the change"
         raise DeadlineExceeded(message) from None
     except errors.UnavailableError as error:
         message = f"{error}; {what} yet, but the coordinator has received the command"

@@ -11,6 +11,7 @@ from baton.coordinator.lanes.admission import TtftForecast
 from baton.coordinator.lanes.lanes import TENANT_RATE
 from baton.coordinator.routing.output_lengths import max_output_tokens
 from baton.coordinator.state.fleets import Fleet
+from baton.coordinator.state.lanes import lane_config
 from baton.coordinator.state.requests import EndedRequest, Request, Submission
 from baton.runtime import errors
 
@@ -37,7 +38,7 @@ class AdmissionCheck:
     """Checks submissions against all limits, and counts arrived and shed requests."""
 
     def __init__(self, parts: Parts) -> None:
-        self._clock = parts.clock
+        self._clock, self._config = parts.clock, parts.config
         self._requests, self._workers, self._placers = parts.requests, parts.workers, parts.placers
         self._targets, self._traffic, self._lanes = parts.targets, parts.traffic, parts.lanes
         self._admission, self._stats = parts.admission, parts.stats
@@ -66,7 +67,9 @@ class AdmissionCheck:
         forecast, growth_s = None, self._targets.ttft_growth_s(submission)
         if refused is None:
             forecast = self._admission.forecast(submission, hashes, fleet, growth_s)
-            if _is_late(forecast) and fleet is not self._traffic.stable:
+            if fleet is not self._traffic.stable and (
+                _is_late(forecast) or self._fills_lane(fleet, submission)
+            ):
                 # A canary must not cause requests to be refused.
                 canary, fleet = fleet, self._traffic.stable
                 hashes = self._placers.of(fleet).prompts.hashes(submission)
@@ -93,6 +96,15 @@ class AdmissionCheck:
             else older is None and self._resumes(submission, may_still_run=may_still_run)
         )
         return AdmissionResult(num_tokens, fleet, hashes, forecast, is_resumed)
+
+    def _fills_lane(self, canary: Fleet, submission: Submission) -> bool:
+        """Whether requests for the canary take so many places in the lane that no more may wait.
+
+        All fleets share the places of a lane, so a busy canary could take those of the stable one.
+        """
+        most = -(-lane_config(self._config.lanes, submission.lane).max_queued // 2)
+        num_waiting = self._lanes.num_queued_for(submission.lane, canary)
+        return not len(submission.known_token_ids) and num_waiting >= most
 
     def _limit_error(
         self,

@@ -260,8 +260,8 @@ class Core:
         return self._parts.admission.error(lane, tenant)
 
     def wait_correction(self, lane: common_pb2.Lane.ValueType) -> float:
-        """Returns the correction factor for predicted waits in a lane, 1 to 4."""
-        return self._parts.admission.wait_correction(lane)
+        """Returns the factor for predicted waits of a lane for the stable fleet, 1 to 4."""
+        return self._parts.admission.wait_correction(lane, self.fleets.stable)
 
     def request(self, request_id: str, tenant: str = "") -> Request | EndedRequest | None:
         """Returns a running or recently ended request, or None.
@@ -463,7 +463,8 @@ class Core:
             self._adoption.expire(key)
             return
         request.waits_until = self._recovery_timeout.waits_until(request)
-        self._ends.expire(request, self._dispatcher.queue_error)
+        if self._ends.expire(request) and not self._rollout_control.leaves_canary(request):
+            self._ends.fail(request, self._dispatcher.queue_error(request))
 
     def _room_is_due(self) -> None:
         self._room_freed()

@@ -121,6 +121,8 @@ class Dispatcher:
         if fleet is not fleets.stable:
             waited = (
                 f"revision {fleet.name!r} began its output, and no other can continue it: {waited}"
+                if len(request.token_ids)
+                else f"{waited} for revision {fleet.name!r}"
             )
         elif not all(one.num_serving for one in there.values()) and (
             others := [one.name for one in fleets if one is not fleet and len(one.workers)]

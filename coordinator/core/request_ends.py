@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from baton.coordinator.core.assignments import Assignments
 from baton.coordinator.core.ended_records import ended_request, outcome
 from baton.coordinator.core.parts import Parts
@@ -83,20 +81,22 @@ class RequestEnds:
         self._end(request, error=error)
         self._effects.failed(request.submission, error)
 
-    def expire(self, request: Request, error: Callable[[Request], errors.BatonError]) -> None:
-        """Handles a request's timer: fails the request, or sets the timer again.
+    def expire(self, request: Request) -> bool:
+        """Handles a request's timer: sets it again, or fails the request at its deadline.
 
         Args:
             request: A request that has not ended.
-            error: Makes the error of a request that has waited for too long.
+
+        Returns:
+            Whether the request has waited for too long, so that it must not wait on as it does.
         """
         now = self._clock.now
         if self._states.set_timer(request) > now:
-            return
-        if request.deadline <= now:
-            self.fail(request, self._overdue(request))
-        else:
-            self.fail(request, error(request))
+            return False
+        if request.deadline > now:
+            return True
+        self.fail(request, self._overdue(request))
+        return False
 
     # ---- Private methods
 

@@ -17,6 +17,8 @@ class RequestFleets:
     def change(self, request: Request, fleet: Fleet) -> None:
         """Moves a request that still waits in its lane to another fleet."""
         self._requests.move(request, fleet)
+        # It was for the other fleet, so its error must not correct predictions for this one.
+        request.prediction = None
         self._lanes.changed_fleet(request)
         self._limit_output(request)
 

@@ -10,7 +10,11 @@ from baton.coordinator.rollouts.retiring import gone_error
 from baton.coordinator.rollouts.rollout import Rollouts
 from baton.coordinator.rollouts.traffic import fits
 from baton.coordinator.state import events as ev
+from baton.coordinator.state.requests import Request
 from baton.coordinator.state.workers import Worker
+
+# Longest wait in the stable fleet of a request that has waited for the canary for too long.
+_LAST_TRY_S = 1.0
 
 
 class RolloutControl:
@@ -32,7 +36,7 @@ class RolloutControl:
         ends: RequestEnds,
         request_fleets: RequestFleets,
     ) -> None:
-        self._clock = parts.clock
+        self._clock, self._timers = parts.clock, parts.timers
         self._requests, self._workers = parts.requests, parts.workers
         self._room_freed = parts.room_freed
         self._rollouts, self._attempts, self._ends = rollouts, attempts, ends
@@ -73,6 +77,27 @@ class RolloutControl:
         """Handles a launcher that is ready to start workers."""
         self._rollouts.launcher_ready()
         self._move_waiting()
+
+    def leaves_canary(self, request: Request) -> bool:
+        """Moves a request that has waited for the canary for too long to the stable fleet.
+
+        There it has _LAST_TRY_S to find room.
+
+        Returns:
+            Whether the request was moved: it has no output, and the stable fleet can compute it.
+        """
+        stable = self._rollouts.traffic.stable
+        model = stable.workers.model
+        if (
+            request.has_begun
+            or request.fleet is stable
+            or model is None
+            or not fits(request.submission, model)
+        ):
+            return False
+        self._request_fleets.move_to_stable(request, stable)
+        self._timers.set(request.key, self._clock.now + _LAST_TRY_S)
+        return True
 
     def after_event(self) -> None:
         """Advances the rollouts if workers came, left or changed the work that they take."""

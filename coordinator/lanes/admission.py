@@ -92,8 +92,8 @@ class Admission:
     """Refuses requests at once that find a full queue, or would miss their target.
 
     The latency model does not know the network, other load on a host, or later requests that go
-    first. Each lane therefore has a WaitCorrection, which scales predicted waits by the actual
-    waits of recent requests.
+    first. Each lane of a fleet therefore has a WaitCorrection, which scales predicted waits by the
+    actual waits of recent requests.
 
     Args:
         config: Limits and targets.
@@ -109,7 +109,7 @@ class Admission:
         self, config: CoreConfig, lanes: Lanes, placers: Placers, clock: CoreClock
     ) -> None:
         self._config, self._lanes, self._placers, self._clock = config, lanes, placers, clock
-        self._corrections = {lane: WaitCorrection(_WINDOW) for lane in LANES}
+        self._corrections: dict[Fleet, dict[Lane, WaitCorrection]] = {}
         # When a fleet had its latest first token, or last admitted a request to measure prompt
         # times.
         self._probed_at: dict[Fleet, float] = {}
@@ -196,7 +196,7 @@ class Admission:
             elapsed_s,
             prediction,
             alone_s,
-            self.wait_correction(submission.lane),
+            self.wait_correction(submission.lane, fleet),
             self._lanes.waits.slot_s(submission, now),
         )
         if seems_too_long and not prediction.wait_s and forecast.slot_s is None:
@@ -208,9 +208,10 @@ class Admission:
                 return None
         return forecast
 
-    def wait_correction(self, lane: Lane) -> float:
-        """Returns the factor for predicted waits in a lane, 1 to 4."""
-        return self._corrections[lane].value
+    def wait_correction(self, lane: Lane, fleet: Fleet) -> float:
+        """Returns the factor for predicted waits of a lane's requests for a fleet, 1 to 4."""
+        corrections = self._corrections.get(fleet)
+        return corrections[lane].value if corrections is not None else 1.0
 
     def first_token(self, request: Request) -> None:
         """Corrects later predictions by a first token that comes now, or is late already.
@@ -223,7 +224,10 @@ class Admission:
         prediction = request.prediction
         if prediction is not None and not request.interruptions:
             waited_s = now - request.submitted_at - prediction.work_s
-            self._corrections[request.submission.lane].observe(waited_s, prediction.wait_s)
+            if (corrections := self._corrections.get(request.fleet)) is None:
+                corrections = {lane: WaitCorrection(_WINDOW) for lane in LANES}
+                self._corrections[request.fleet] = corrections
+            corrections[request.submission.lane].observe(waited_s, prediction.wait_s)
 
     def ended(self, request: Request) -> None:
         """Counts a request that ended without a first token, if it was later than predicted."""
@@ -236,6 +240,7 @@ class Admission:
     def forget(self, fleet: Fleet) -> None:
         """Drops what is remembered of a fleet that has no requests."""
         self._probed_at.pop(fleet, None)
+        self._corrections.pop(fleet, None)
 
     def _retry_after_s(self, lane: Lane) -> float:
         """Predicts when a request will leave a full lane, in seconds."""

@@ -101,6 +101,7 @@ class FleetQueues:
         deficit: Tokens that the batch lane is owed.
         submitted_work_us: Prefill work that waits, in microseconds, by the lane that it was
             submitted to. Integers, because sums of floats would drift.
+        num_submitted: Number of requests that wait, by the lane that they were submitted to.
     """
 
     __slots__ = (
@@ -110,6 +111,7 @@ class FleetQueues:
         "interactive",
         "interrupted",
         "late",
+        "num_submitted",
         "submitted_work_us",
     )
 
@@ -124,6 +126,7 @@ class FleetQueues:
             common_pb2.LANE_INTERACTIVE: 0,
             common_pb2.LANE_BATCH: 0,
         }
+        self.num_submitted = dict.fromkeys(self.submitted_work_us, 0)
 
     def of(self, lane: Lane) -> LaneQueue:
         """Returns a lane's queue."""

@@ -108,6 +108,11 @@ class Lanes:
         """Returns how many requests of a tenant wait that were submitted to a lane."""
         return self._places[lane].num_of(tenant)
 
+    def num_queued_for(self, lane: Lane, fleet: Fleet) -> int:
+        """Returns how many requests that were submitted to a lane wait for a fleet's workers."""
+        queues = self._fleets.get(fleet)
+        return queues.num_submitted[lane] if queues is not None else 0
+
     def num_open(self, lane: Lane) -> int:
         """Returns how many requests have not ended that were submitted to a lane."""
         return self._num_open[lane]
@@ -426,6 +431,7 @@ class Lanes:
         queue, work_us = entry.queue, entry.work_us
         queues = queue.lane_queue.fleet_queues
         queues.submitted_work_us[entry.request.submission.lane] += work_us
+        queues.num_submitted[entry.request.submission.lane] += 1
         if entry.is_interrupted:
             queues.interrupted.push(entry)
             return
@@ -438,6 +444,7 @@ class Lanes:
         queue, work_us = entry.queue, entry.work_us
         queues = queue.lane_queue.fleet_queues
         queues.submitted_work_us[entry.request.submission.lane] -= work_us
+        queues.num_submitted[entry.request.submission.lane] -= 1
         if entry.is_interrupted:
             queues.interrupted.remove(entry)
             return
@@ -530,13 +537,16 @@ class Lanes:
 
     def _check_work(self, queued: list[QueueEntry]) -> None:
         of_queues, submitted = Counter[TenantQueue](), Counter[tuple[Fleet, Lane]]()
+        num_submitted = Counter[tuple[Fleet, Lane]]()
         for entry in queued:
             if not entry.is_interrupted:
                 of_queues[entry.queue] += entry.work_us
             request = entry.request
             submitted[request.fleet, request.submission.lane] += entry.work_us
+            num_submitted[request.fleet, request.submission.lane] += 1
         for tenant in self._tenants:
             assert all(one.work_us == of_queues[one] for one in tenant.queues.values())
         for fleet, queues in self._fleets.items():
             for lane, work_us in queues.submitted_work_us.items():
                 assert work_us == submitted[fleet, lane]
+                assert queues.num_submitted[lane] == num_submitted[fleet, lane]

@@ -78,6 +78,8 @@ def fits(submission: Submission, model: common_pb2.ModelDescription | None) -> b
         return True
     if submission.adapter and all(one.name != submission.adapter for one in model.adapters):
         return False
+    if submission.images and not model.takes_images:
+        return False
     num_output = max(1, submission.sampling.min_tokens, submission.sampling.max_tokens)
     num_tokens = len(submission.prompt_token_ids) + num_output
     return not model.max_model_len or num_tokens <= model.max_model_len

@@ -183,6 +183,11 @@ class Scaler:
         """Number of GPUs that a fleet's starting processes will use."""
         return sum(self._gpus_of(*one) for one in self.launches.starting(fleet))
 
+    def counts(self, worker_id: str, pool: Pool) -> bool:
+        """Whether a worker counts towards the size of this pool."""
+        by_hand = self._sizes.by_hand(pool) is not None
+        return self.launches.has(worker_id) or self.autoscale or by_hand
+
     def error(self) -> BatonError | None:
         """Why this coordinator does not size the pools; None if it does."""
         if self.active:
@@ -210,9 +215,9 @@ class Scaler:
         if not self.active:
             return None
         floor, ceiling = self.limits(pool)[0], self.limits(into)[1]
-        if self._counts(worker_id, pool) and self.desired(pool) - 1 < floor:
+        if self.counts(worker_id, pool) and self.desired(pool) - 1 < floor:
             return FailedPrecondition(f"{pool.value} would have less than its {floor} workers")
-        if self._counts(worker_id, into) and self.desired(into) + 1 > ceiling:
+        if self.counts(worker_id, into) and self.desired(into) + 1 > ceiling:
             return FailedPrecondition(f"{into.value} would have more than its {ceiling} workers")
         return None
 
@@ -395,7 +400,7 @@ class Scaler:
                 gpus=self._gpus_of(view.worker_id, view.pool),
             )
             for view in observation.workers
-            if self._counts(view.worker_id, view.pool)
+            if self.counts(view.worker_id, view.pool)
         )
         return replace(observation, workers=found)
 
@@ -411,11 +416,6 @@ class Scaler:
         """Number of GPUs of a worker of a revision."""
         limits = self._config.limits(pool)
         return revision.num_gpus(limits.gpus, limits.stages)
-
-    def _counts(self, worker_id: str, pool: Pool) -> bool:
-        """Whether a worker counts towards the size of this pool."""
-        by_hand = self._sizes.by_hand(pool) is not None
-        return self.launches.has(worker_id) or self.autoscale or by_hand
 
     def _start(self, pool: Pool, number: int) -> None:
         """Starts workers; after failed starts, sets the timer for the next attempt."""

@@ -10,7 +10,7 @@ from baton.coordinator.state.session_blocks import TakenSession
 from baton.coordinator.state.workers import Worker
 from baton.runtime.config import BatonConfig
 from baton.runtime.errors import BatonError, FailedPrecondition, InvalidArgument
-from baton.runtime.names import cache_salt_of
+from baton.runtime.names import TENANT_NAMES, cache_salt_of, is_tenant
 from baton.v1 import admin_pb2
 
 
@@ -29,7 +29,8 @@ class CacheCalls:
         """Deletes KV blocks, and waits until every worker has done so or has failed.
 
         Raises:
-            InvalidArgument: The request does not name exactly one of all, a tenant, and a session.
+            InvalidArgument: The request does not name exactly one of all, a tenant, and a session,
+                or no tenant can have this name.
             NotFound: No blocks of the session are known.
             FailedPrecondition: Blocks belong to no tenant.
         """
@@ -37,6 +38,9 @@ class CacheCalls:
             raise InvalidArgument(
                 "tenant", request.tenant, "set exactly one of: all, a tenant, or a session"
             )
+        if request.tenant and not is_tenant(request.tenant):
+            # No blocks belong to it: the answer would be that they are deleted.
+            raise InvalidArgument("tenant", request.tenant, TENANT_NAMES)
         if request.session_id:
             taken = self._shell.core.take_session(request.session_id, request.tenant)
             return await self._drop_session(taken)

@@ -21,7 +21,7 @@ from baton.coordinator.telemetry.times import drain_s
 from baton.runtime.config import BatonConfig
 from baton.runtime.config_error import ConfigError
 from baton.runtime.durations import duration
-from baton.runtime.errors import InvalidArgument
+from baton.runtime.errors import Aborted, InvalidArgument
 from baton.v1 import admin_pb2, cluster_pb2
 
 _VERDICTS = {
@@ -84,19 +84,17 @@ class RolloutCalls:
         self._shell.post(ev.PromotionRequested(within_s))
         name, old = rollout.canary.name, rollout.stable.name
         if self._rollouts.rollout is None:
+            if self._rollouts.traffic.stable is not rollout.canary:
+                # The canary was found to be worse only now, and its rollout has abort_if_worse.
+                raise Aborted(self._rollouts.outcome)
             message = (
                 f"revision {name} is the stable one; the workers of {old} finish their requests "
                 "and leave"
             )
         else:
-            lacking = ", ".join(
-                f"{pool.value} {number}"
-                for pool, number in self._lacking(rollout).items()
-                if number
-            )
             message = (
-                f"revision {name} becomes the stable one when all its workers serve (missing: "
-                f"{lacking}); then the workers of {old} finish their requests and leave"
+                f"revision {name} becomes the stable one when {self._awaited(rollout)}; then the "
+                f"workers of {old} finish their requests and leave"
             )
         if rollout.stats:
             judged = judge(rollout.stats[rollout.stable], rollout.stats[rollout.canary])
@@ -178,9 +176,20 @@ class RolloutCalls:
         condition = "one of its workers serves" if is_elastic else "it serves in both pools"
         return f"{gets} once {condition}{workers}"
 
-    def _lacking(self, rollout: Rollout) -> dict[Pool, int]:
+    def _awaited(self, rollout: Rollout) -> str:
+        """Returns what a promotion that has not happened yet waits for, as a clause."""
         counts = serving(rollout.canary.workers)
-        return {pool: max(0, rollout.sizes[pool] - counts[pool]) for pool in Pool}
+        lacking = ", ".join(
+            f"{pool.value} {number}"
+            for pool in Pool
+            if (number := rollout.sizes[pool] - counts[pool]) > 0
+        )
+        if lacking:
+            return f"all its workers serve (missing: {lacking})"
+        return (
+            f"the starting worker of revision {rollout.stable.name} serves, which running outputs "
+            "need"
+        )
 
     def _problem(self, rollout: Rollout) -> str:
         scaler, canary = self._shell.core.scaler, rollout.canary

@@ -126,24 +126,18 @@ class ScalingCalls:
         if request.HasField("timeout"):
             drain_s = times.drain_s("timeout", request.timeout)
         scaler = self._scaler
-        if not scaler.launches.is_starting(request.worker_id):
-            worker = self._worker(request.worker_id)
-            pool, num_requests = POOL_OF[worker.role], len(worker.ledger)
-            message = (
-                f"{worker.id} gets no new requests; its requests ({num_requests}) end or move to "
-                "other workers"
-            )
-        else:
-            pool = None
+        event = ev.DrainRequested(request.worker_id, drain_s, "requested by an operator")
+        if scaler.launches.is_starting(request.worker_id):
+            self._shell.post(event)
             message = f"{request.worker_id} has not attached yet; its process is stopped"
-        self._shell.post(ev.DrainRequested(request.worker_id, drain_s, "requested by an operator"))
-        if scaler.active and pool is not None:
-            desired = scaler.desired(pool)
-            message += (
-                f"; the target size of the {pool.value} pool is {desired}, so another worker takes "
-                "its place: to keep one worker less, use `baton scale`"
-            )
-        return admin_pb2.DrainWorkerResponse(message=message)
+            return admin_pb2.DrainWorkerResponse(message=message)
+        worker = self._worker(request.worker_id)
+        message = (
+            f"{worker.id} gets no new requests; its requests ({len(worker.ledger)}) end or move to "
+            "other workers"
+        )
+        self._shell.post(event)
+        return admin_pb2.DrainWorkerResponse(message=message + self._replacement(worker))
 
     def flip(self, request: admin_pb2.FlipWorkerRequest) -> admin_pb2.FlipWorkerResponse:
         into = _pool_of(request.role)
@@ -224,6 +218,29 @@ class ScalingCalls:
         if worker.state == cluster_pb2.WORKER_STATE_DRAINING:
             raise FailedPrecondition(f"worker {worker_id} is draining")
         return worker
+
+    def _replacement(self, drained: Worker) -> str:
+        """Returns why another worker takes the place of a drained one; empty if none does."""
+        core, pool = self._shell.core, POOL_OF[drained.role]
+        rollout = core.rollouts.rollout
+        if not core.scaler.active:
+            return ""
+        if drained.fleet is core.fleets.stable and core.scaler.counts(drained.id, pool):
+            return (
+                f"; the target size of the {pool.value} pool is {core.scaler.desired(pool)}, so "
+                "another worker takes its place: to keep one worker less, use `baton scale`"
+            )
+        if rollout is not None and drained.fleet is rollout.canary:
+            num_left = sum(
+                one.role == drained.role and one.state != cluster_pb2.WORKER_STATE_DRAINING
+                for one in drained.fleet.workers
+            )
+            if num_left < rollout.sizes[pool]:
+                return (
+                    f"; the target size of revision {drained.fleet.name}'s {pool.value} pool is "
+                    f"{rollout.sizes[pool]}, so another worker takes its place"
+                )
+        return ""
 
     def _take_snapshot(self) -> None:
         """Takes a new snapshot for all watchers."""

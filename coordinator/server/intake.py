@@ -51,8 +51,8 @@ _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 class Intake:
     """Turns requests into submissions.
 
-    Model limits come from the workers or, before the first worker attaches, from the model's own
-    configuration.
+    Model limits come from the stable revision's workers, also after the last one has left. Before
+    the first one attaches, they come from the model's own configuration.
 
     Args:
         core: The core.

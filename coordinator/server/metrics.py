@@ -73,7 +73,8 @@ class CoreCollector(Collector):
         )
         waits = GaugeMetricFamily(
             "baton_wait_ratio",
-            "Factor that predicted waits are multiplied by: actual waits / predicted waits.",
+            "Factor that predicted waits for the stable revision are multiplied by: actual waits / "
+            "predicted waits.",
             labels=["lane"],
         )
         for lane in stats.lanes:

@@ -319,8 +319,11 @@ class WorkerRegistry(AttachedWorkers):
 
     @property
     def model(self) -> common_pb2.ModelDescription | None:
-        """The model of the stable fleet, or of any worker if that fleet has none; else None."""
-        return self.fleets.stable.workers.model or super().model
+        """The model of the stable fleet; None while that fleet has no worker.
+
+        Another fleet's context length and adapters must not limit the stable fleet's requests.
+        """
+        return self.fleets.stable.workers.model
 
     def refusal(self, hello: cluster_pb2.Hello) -> BatonError | None:
         """Returns why a worker with this hello may not attach, or None if it may."""

@@ -19,7 +19,7 @@ from baton.cli import cache, exit_codes, pool_sizes, rollout, watch
 from baton.cli.admin_calls import call_admin
 from baton.cli.listings import workers
 from baton.client import AdminClient, errors
-from baton.runtime.errors import Aborted, FailedPrecondition
+from baton.runtime.errors import Aborted, DeadlineExceeded, FailedPrecondition
 from baton.runtime.network import rpc
 from baton.v1 import admin_pb2, admin_pb2_grpc, common_pb2
 
@@ -674,6 +674,46 @@ def promote(address):
 def test_promote_waits_until_the_canary_is_stable(serve, capsys):
     promote(serve(Rolling(RUNNING, PROMOTING, state(stable="r2"))))
     assert capsys.readouterr().out == "it is being promoted\nrevision r2 is the stable one\n"
+
+
+class Failing:
+    """An AdminClient of a coordinator whose worker starts fail."""
+
+    address = "127.0.0.1:7070"
+    problem = "worker decode-1 exited with code 1: no such model"
+
+    async def start_rollout(self, revision, **options):
+        return "it is being tried"
+
+    async def promote_rollout(self, drain_s):
+        return "it is being promoted"
+
+    async def scale_pool(self, role, workers):
+        return admin_pb2.ScalePoolResponse(message="it is being scaled")
+
+    async def watch(self, min_interval_s=0.0):
+        event = admin_pb2.WatchEvent(rollout=WAITING)
+        event.rollout.problem = self.problem
+        event.pools.pools.add(role=DECODE, num_serving=1, problem=self.problem)
+        yield event
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        (rollout, lambda: rollout.start("r2", 0.05, engine_arg=None, wait=0.001, as_json=False)),
+        (rollout, lambda: rollout.promote(drain_timeout=None, wait=0.001, as_json=False)),
+        (pool_sizes, lambda: scale(wait=0.001, as_json=False)),
+    ],
+)
+def test_a_wait_that_times_out_says_why_workers_do_not_start(monkeypatch, module, command):
+    def call(address, question):
+        return asyncio.run(question(Failing()))
+
+    monkeypatch.setattr(module, "call_admin", call)
+    with pytest.raises(DeadlineExceeded, match=r"0\.001 s: worker decode-1 exited .* model; "):
+        command()
 
 
 def test_watch_ends_when_its_reader_closes_the_pipe(serve):

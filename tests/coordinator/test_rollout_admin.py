@@ -176,6 +176,48 @@ async def until(events, done):
     raise AssertionError("the coordinator stopped")
 
 
+@pytest.mark.parametrize("was_there", [True, False])
+async def test_a_canarys_limits_do_not_apply_while_the_stable_revision_has_no_worker(
+    coordinator_config, say_hello, was_there
+):
+    """A prompt that only the stable revision can compute waits for that revision's next workers."""
+
+    async def attach(revision, number, max_model_len):
+        found = []
+        for name, role in (("p", PREFILL), ("d", DECODE)):
+            hello = say_hello(f"{name}{number}", role, revision=revision)
+            hello.model.max_model_len = max_model_len
+            found.append(Leaves(coordinator.address, hello))
+            await found[-1].connect()
+        workers.extend(found)
+        return found
+
+    async with Coordinator(coordinator_config()) as coordinator:
+        workers: list[Leaves] = []
+        try:
+            async with (
+                BatonClient(coordinator.address) as client,
+                AdminClient(coordinator.address) as admin,
+            ):
+                if was_there:
+                    stable = await attach("", 1, 1024)
+                    await admin.list_pools()
+                    for worker in stable:
+                        await admin.drain_worker(worker.hello.worker_id)
+                await attach("r2", 2, 64)
+                await only_left(admin, "r2")
+                asking = asyncio.create_task(
+                    client.complete([1] * 100, max_tokens=2, timeout_s=WAIT_S)
+                )
+                while not asking.done() and not await admin.list_requests():
+                    await asyncio.sleep(0.02)
+                await attach("", 3, 1024)
+                assert (await asking).token_ids == (0, 1)
+        finally:
+            for worker in workers:
+                await worker.close()
+
+
 async def test_wrong_calls_name_the_field(cell):
     _, admin = cell
     for call in (admin.promote_rollout, admin.abort_rollout, lambda: admin.set_rollout_share(0.1)):

@@ -8,13 +8,15 @@ import pytest
 from two_fleets import fleet_of_session
 
 from baton.coordinator.state import events as ev
+from baton.coordinator.state.requests import RequestState
 from baton.coordinator.state.revision import Revision
 from baton.coordinator.state.scaling_config import ScalingConfig
 from baton.runtime import errors
-from baton.runtime.config import TenantConfig
+from baton.runtime.config import InteractiveLaneConfig, LanesConfig, TenantConfig
 from baton.v1 import common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+STOP = common_pb2.FINISH_REASON_STOP
 
 
 @pytest.mark.parametrize("share", [0.05, 0.5])
@@ -155,6 +157,23 @@ def test_an_adapter_that_the_canary_lacks_stays_in_the_stable_fleet(two_fleets, 
     assert cell.fleet_name(cell.world.submit(adapter="poetry")) == "1"
 
 
+@pytest.mark.parametrize(("takes_images", "fleet"), [(False, "1"), (True, "r2")])
+def test_a_chat_with_images_stays_in_the_stable_fleet_if_the_canary_takes_none(
+    two_fleets, say_hello, takes_images, fleet
+):
+    cell = two_fleets(None)
+    for name in ("cp", "cp2", "cd", "cd2"):
+        cell.world.handle(ev.WorkerLost(name, "was killed"))
+    model = say_hello("x", PREFILL).model
+    model.takes_images = takes_images
+    for name, role in (("cp", PREFILL), ("cd", DECODE)):
+        cell.world.attach(name, role, incarnation=2, revision="r2", model=model)
+    cell.start(1.0)
+    image = common_pb2.PromptImage(id="cat", offset=1, num_tokens=4)
+    assert cell.fleet_name(cell.world.submit(images=(image,))) == fleet
+    assert cell.fleet_name(cell.world.submit()) == "r2"
+
+
 def test_workers_of_one_fleet_must_be_alike_workers_of_two_fleets_need_not(world, say_hello):
     fingerprint = say_hello("x", PREFILL).fingerprint
     fingerprint.num_layers = 8
@@ -171,6 +190,58 @@ def test_workers_of_one_fleet_must_be_alike_workers_of_two_fleets_need_not(world
     assert "worker.revision" not in str(refusal.error)
     (refusal,) = world.attach("c4", DECODE, revision="a b")
     assert isinstance(refusal.error, errors.InvalidArgument)
+
+
+def test_a_request_that_waited_too_long_for_the_canary_goes_to_the_stable_fleet(two_fleets):
+    cell = two_fleets(1.0, max_prefill_requests=1, max_decode_requests=1)
+    running = [cell.world.submit() for _ in range(2)]
+    waiting = [cell.world.submit() for _ in range(4)]
+    assert [cell.fleet_name(to) for to in running + waiting] == ["r2"] * 6
+    cell.world.wait(59)
+    assert all(cell.request(to).state is RequestState.QUEUED for to in waiting)
+    cell.world.wait(1)
+    # The stable fleet has room for two.
+    assert [cell.fleet_name(to) for to in waiting] == ["1"] * 4
+    assert [cell.request(to).state for to in waiting] == (
+        [RequestState.PREFILLING] * 2 + [RequestState.QUEUED] * 2
+    )
+    # Its room becomes free in time for one more.
+    cell.first_token(waiting[0])
+    cell.token(waiting[0], finish=STOP)
+    assert cell.request(waiting[2]).state is RequestState.PREFILLING
+    cell.world.wait(1)
+    error = cell.world.last(waiting[3]).error
+    assert (error.reason, str(error)) == ("QUEUE_TIMEOUT", "every worker is busy: waited 60 s")
+
+
+def test_a_busy_canary_takes_at_most_half_of_the_places_in_a_lane(two_fleets):
+    lanes = LanesConfig(interactive=InteractiveLaneConfig(max_queued=5))
+    cell = two_fleets(1.0, max_prefill_requests=1, max_decode_requests=1, lanes=lanes)
+    fleets = [cell.fleet_name(cell.world.submit()) for _ in range(9)]
+    # Two run on the canary and three wait for it; two run on the stable fleet and two wait for it.
+    assert fleets == ["r2"] * 5 + ["1"] * 4
+    assert cell.world.last(cell.world.submit()).error.reason == "QUEUE_FULL"
+
+
+def test_an_output_is_resumed_in_a_busy_canary_that_began_it(two_fleets):
+    lanes = LanesConfig(interactive=InteractiveLaneConfig(max_queued=2))
+    cell = two_fleets(1.0, max_prefill_requests=1, max_decode_requests=1, lanes=lanes)
+    cell.begin(session=2, request_id="r1")
+    cell.world.handle(ev.SessionLost(2))
+    fleets = [cell.fleet_name(cell.world.submit()) for _ in range(4)]
+    assert fleets == ["r2", "r2", "r2", "1"]
+    cell.world.submit(3, request_id="r1", known_token_ids=[7], known_text_chars=1)
+    assert cell.core.running_request("r1").fleet.name == "r2"
+
+
+def test_a_request_that_only_the_canary_could_compute_now_fails_with_its_name(two_fleets):
+    cell = two_fleets(1.0, max_prefill_requests=1, max_decode_requests=1)
+    for name in ("p", "p2", "d", "d2"):
+        cell.world.handle(ev.WorkerLost(name, "was killed"))
+    waiting = [cell.world.submit() for _ in range(3)][2]
+    cell.world.wait(60)
+    told = "every worker is busy: waited 60 s for revision 'r2'"
+    assert str(cell.world.last(waiting).error) == told
 
 
 def test_a_full_canary_does_not_delay_the_stable_fleet(two_fleets):

@@ -10,6 +10,7 @@ from inference_client import generate
 from prometheus_client import generate_latest
 from scripted_worker import WAIT_S, answer
 
+from baton.client import AdminClient, errors
 from baton.coordinator.server.metrics import registry
 from baton.runtime.config import BatonConfig
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2, kv_transfer_pb2
@@ -59,6 +60,15 @@ async def test_admin_cancels_and_refuses(pair, inference, admin):
         with pytest.raises(grpc.RpcError) as caught:
             await admin.ScalePool(admin_pb2.ScalePoolRequest())
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_tenant_that_cannot_exist_has_no_blocks_to_delete(coordinator):
+    """An answer without an error would say that the tenant's blocks are deleted."""
+    async with AdminClient(coordinator.address) as client:
+        for fields in ({"tenant": "acme corp"}, {"tenant": "acme corp", "session_id": "s"}):
+            with pytest.raises(errors.InvalidArgumentError) as caught:
+                await client.drop_cache(**fields)
+            assert caught.value.field == "tenant"
 
 
 async def test_handoff_reports_are_counted(coordinator, pair, inference):

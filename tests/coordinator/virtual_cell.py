@@ -355,11 +355,18 @@ class VirtualCell:
     # ---- Workers.
 
     def add_worker(
-        self, name: str, role: common_pb2.Role.ValueType, shape: WorkerShape, incarnation: int = 1
+        self,
+        name: str,
+        role: common_pb2.Role.ValueType,
+        shape: WorkerShape,
+        incarnation: int = 1,
+        revision: str = "",
     ) -> None:
         key = (name, incarnation)
         self._workers[key] = worker = _Worker(self, key, role, shape)
-        self.post(ev.WorkerAttached(hello(key, role, shape, shape.kv_tokens)))
+        message = hello(key, role, shape, shape.kv_tokens)
+        message.revision = revision
+        self.post(ev.WorkerAttached(message))
         self._beat(worker)
 
     def kill(self, name: str, reason: str = "was killed") -> None:
