@@ -14,10 +14,10 @@ import asyncio
 import contextlib
 import itertools
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -26,6 +26,7 @@ from baton.coordinator.launchers.ray_launch import wire
 from baton.coordinator.launchers.ray_launch.calls import CALL_TIMEOUT_S, in_thread
 from baton.coordinator.launchers.ray_launch.cluster import Refused, connect
 from baton.coordinator.launchers.ray_launch.workers import RayWorkers
+from baton.runtime.process.locked_directory import LockedDirectory
 
 
 def _channel() -> tuple[Any, Any]:
@@ -79,14 +80,16 @@ def main() -> None:
 
     opening = wire.decode(commands.readline())
     assert isinstance(opening, wire.Open)
+    # The driver may outlive its coordinator, whose successor removes directories without a lock.
+    directory = LockedDirectory(Path(opening.directory)) if opening.directory else None
     try:
         num_nodes = connect(opening)
     except Refused as error:
         say(wire.Refused(str(error)))
         os._exit(1)
     asyncio.run(_serve(opening, commands, say, wire.Ready(opening.address, num_nodes)))
-    if not opening.address:
-        shutil.rmtree(opening.directory, ignore_errors=True)
+    if directory is not None:
+        directory.remove()
     sys.stderr.flush()
     # os._exit does not wait for threads of Ray, which may hang.
     os._exit(0)

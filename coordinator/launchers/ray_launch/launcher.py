@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,8 @@ from baton.coordinator.launchers.worker_process import BATON, WorkerExit
 from baton.coordinator.state.revision import Revision
 from baton.runtime.config import BatonConfig, dump
 from baton.runtime.config_error import ConfigError
+from baton.runtime.process import locked_directory
+from baton.runtime.process.locked_directory import LockedDirectory
 from baton.runtime.section import Section
 
 _Section = TypeVar("_Section", bound=Section)
@@ -112,29 +113,36 @@ class RayLauncher:
                     # waiting call tried again, the last one would wait for the sum of all timeouts.
                     raise LaunchError(str(self._failure))
                 try:
+                    directory = None if self._config.ray.address else _new_directory()
                     self._driver = await DriverProcess.open(
-                        self._open_message(),
+                        self._open_message(directory),
                         self._on_exit,
                         self._on_waits,
+                        directory,
                     )
                 except Exception as error:
                     self._failure = error
                     raise
             return self._driver
 
-    def _open_message(self) -> wire.Open:
+    def _open_message(self, directory: LockedDirectory | None) -> wire.Open:
         ray, start_timeout_s = self._config.ray, self._config.scaling.start_timeout_s
         return wire.Open(
             address=ray.address,
             namespace=ray.namespace,
             runtime_env=ray.runtime_env,
-            directory="" if ray.address else tempfile.mkdtemp(prefix=PREFIX, dir=DIRECTORY),
+            directory="" if directory is None else str(directory.path),
             coordinator=self._coordinator,
             command=self._command,
             stop_timeout_s=self._config.worker.drain_timeout_s + STOP_MARGIN_S,
             connect_timeout_s=ray.connect_timeout_s,
             placement_timeout_s=ray.placement_timeout_s or start_timeout_s,
         )
+
+
+def _new_directory() -> LockedDirectory:
+    """Makes the directory of a local Ray; removes those of killed coordinators and drivers."""
+    return locked_directory.make(Path(DIRECTORY), PREFIX)
 
 
 def _with_absolute_paths(config: BatonConfig) -> BatonConfig:
