@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from baton.coordinator.launchers.ray_launch import wire
+
 pytest.importorskip("ray")
+cluster = pytest.importorskip("baton.coordinator.launchers.ray_launch.cluster")
 calls = pytest.importorskip("baton.coordinator.launchers.ray_launch.calls")
 
 # The errors of Ray 2.60 in this file are shortened.
@@ -80,3 +83,29 @@ pip: no matching distribution
 )
 def test_the_reason_of_an_error_is_kept(text, line):
     assert calls.error_line(RuntimeError(text)) == line
+
+
+@pytest.mark.parametrize(
+    ("address", "where"),
+    [("", "cannot start Ray here"), ("auto", "cannot connect to Ray at 'auto'")],
+)
+def test_an_invalid_runtime_env_is_not_called_a_wrong_address(monkeypatch, address, where):
+    def refuse(**options):
+        raise TypeError("runtime_env['env_vars'] must be of type Dict[str, str]")
+
+    monkeypatch.setattr(cluster.ray, "init", refuse)
+    opening = wire.Open(
+        address=address,
+        namespace="",
+        runtime_env={"env_vars": {"A": 1}},
+        directory="",
+        coordinator="127.0.0.1:9",
+        command=[],
+        stop_timeout_s=1.0,
+        connect_timeout_s=1.0,
+        placement_timeout_s=1.0,
+    )
+    with pytest.raises(cluster.Refused) as refused:
+        cluster.connect(opening)
+    said = f"{where}: runtime_env['env_vars'] must be of type Dict[str, str]"
+    assert str(refused.value) == said
