@@ -25,7 +25,7 @@ from baton.runtime.config import BatonConfig, PoolConfig, exposure
 from baton.runtime.enum_names import role_name
 from baton.runtime.names import FIRST_REVISION
 from baton.runtime.process import lifecycle, worker_directory
-from baton.runtime.process.worker_directory import WorkerDirectory
+from baton.runtime.process.locked_directory import LockedDirectory
 from baton.runtime.security.dial import within_cluster
 from baton.runtime.security.refusals import Refusals
 from baton.runtime.telemetry import tracing
@@ -264,11 +264,11 @@ class Worker:
         stack.push_async_callback(asyncio.to_thread, spans.close)
         return spans
 
-    def _own_directory(self) -> WorkerDirectory:
+    def _own_directory(self) -> LockedDirectory:
         if not self._directory:
             return worker_directory.make()
         try:
-            return WorkerDirectory(Path(self._directory))
+            return LockedDirectory(Path(self._directory))
         except OSError as error:
             raise WorkerFailed(f"--directory: {error}") from None
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from baton.coordinator.launchers.end_with_parent import bound_to_parent, lead_group
 from baton.runtime.process import output_streams, worker_directory
+from baton.runtime.process.locked_directory import LockedDirectory
 from baton.runtime.process.long_tasks import log_failure
-from baton.runtime.process.worker_directory import WorkerDirectory
 
 _log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class WorkerProcess:
         process: asyncio.subprocess.Process,
         output: _Pipe,
         errors: _Pipe,
-        directory: WorkerDirectory,
+        directory: LockedDirectory,
         config: bytes,
         on_exit: Callable[[WorkerExit], None],
     ) -> None:

@@ -317,8 +317,9 @@ class CoreCollector(Collector):
             labels=["pool"],
         )
         for pool in Pool:
-            if scaler.sizes_itself(pool):
-                ceiling.add_metric([pool.value], scaler.limits(pool)[1])
+            least, most = scaler.limits(pool)
+            if scaler.sizes_itself(pool) and least < most:
+                ceiling.add_metric([pool.value], most)
             lacking.add_metric([pool.value], scaler.lacking_gpus(pool))
         yield ceiling
         yield lacking

@@ -134,7 +134,7 @@ class JwtVerifier:
             raise BadToken("claims") from None
         # The account is unambiguous, because a tenant's name has no slash.
         account = f"jwt {grants.tenant}/{claims.get('sub', '')}"
-        name = f"jwt:{claims.get('sub', '-')}"[:80]
+        name = f"jwt:{_printable(claims.get('sub', '-'))}"[:80]
         return Token(name, account, grants, float(claims["exp"]))
 
     def _read(self) -> dict[str, Any]:
@@ -153,3 +153,8 @@ class JwtVerifier:
             raise ConfigError(
                 f"security.jwt.key_file: {path} is neither a public key in PEM nor a JWKS"
             ) from None
+
+
+def _printable(subject: str) -> str:
+    """The subject without line breaks: users may choose it, and they must not write log lines."""
+    return "".join(one if one.isprintable() else "?" for one in subject)

@@ -8,8 +8,11 @@ OpenTelemetry is not imported.
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,6 +32,9 @@ _BATCH_INTERVAL_S = 1.0
 _EXPORT_TIMEOUT_S = 5.0
 # Longest time at the end of the process in which queued spans may still be sent.
 FLUSH_TIMEOUT_S = 2.0
+# Logger of the exporter, which reports each attempt to send a batch while the collector is away.
+_EXPORTER = logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter")
+_LOG_INTERVAL_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,29 @@ class Span:
     attributes: Mapping[str, str | int] = field(default_factory=dict)
     error: str = ""
     children: Sequence[Span] = ()
+
+
+class _SomeErrors(logging.Filter):
+    """Passes one error of the exporter per _LOG_INTERVAL_S, and no warning: it retries after those.
+
+    A passed record says in its field `not_logged` how many errors were left out before it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock, self._logged_at, self._num_left_out = clock, -math.inf, 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.ERROR:
+            return False
+        now = self._clock()
+        if now - self._logged_at < _LOG_INTERVAL_S:
+            self._num_left_out += 1
+            return False
+        if self._num_left_out:
+            record.not_logged = self._num_left_out
+        self._logged_at, self._num_left_out = now, 0
+        return True
 
 
 def require(config: TracingConfig) -> None:
@@ -83,6 +112,7 @@ class Tracing:
         self._tracer: Tracer | None = None
         self._provider: TracerProvider | None = None
         self._exporter: OTLPSpanExporter | None = None
+        self._errors = _SomeErrors()
         if not config.otlp_endpoint:
             return
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -111,6 +141,7 @@ class Tracing:
             )
         )
         self._tracer = self._provider.get_tracer("baton")
+        _EXPORTER.addFilter(self._errors)
 
     def is_sampled(self, traceparent: str) -> bool:
         """Whether spans of a request with this traceparent would be sent."""
@@ -146,6 +177,7 @@ class Tracing:
         self._provider.shutdown()
         cut_off.cancel()
         cut_off.join()
+        _EXPORTER.removeFilter(self._errors)
         self._tracer = self._provider = self._exporter = None
 
 

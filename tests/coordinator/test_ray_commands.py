@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -65,6 +66,39 @@ async def test_a_worker_may_have_a_long_configuration(monkeypatch):
             await driver._serve(OPENING, commands, lambda message: None, wire.Ready("", 1))
     writer.join()
     assert took == [sent]
+
+
+async def test_a_second_signal_ends_the_drains(monkeypatch):
+    """`baton up` sends it when its own second signal ends it at once."""
+    draining, killed = asyncio.Event(), asyncio.Event()
+
+    class Workers:
+        def __init__(self, opening, say):
+            pass
+
+        async def run(self, commands):
+            assert not await commands.readline()
+            draining.set()
+            await killed.wait()
+
+        def kill(self):
+            killed.set()
+
+    monkeypatch.setattr(driver, "RayWorkers", Workers)
+    monkeypatch.setattr(driver.ray, "shutdown", lambda **options: None)
+    ready = asyncio.Event()
+    reads, writes = os.pipe()
+    with os.fdopen(reads, "rb", 0) as commands, os.fdopen(writes, "wb"):
+        async with asyncio.timeout(WAIT_S):
+            serving = asyncio.create_task(
+                driver._serve(OPENING, commands, lambda message: ready.set(), wire.Ready("", 1))
+            )
+            await ready.wait()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await draining.wait()
+            assert not killed.is_set()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await serving
 
 
 async def test_a_worker_that_is_to_end_before_its_start_is_over_ends_all_the_same(monkeypatch):
@@ -184,8 +218,8 @@ class LocalCalls:
         return call
 
 
-def run_locally(monkeypatch, process, has_node, commands, said, placement_timeout_s=2 * WAIT_S):
-    """Runs a driver's workers as local actors, which call `process` for WorkerProcess."""
+def local_workers(monkeypatch, process, has_node, said, placement_timeout_s=2 * WAIT_S):
+    """A driver's workers as local actors, which call `process` for WorkerProcess."""
 
     class Workers(workers.RayWorkers):
         def _make_actor(self, start, gpus, node):
@@ -210,7 +244,13 @@ def run_locally(monkeypatch, process, has_node, commands, said, placement_timeou
     monkeypatch.setattr(workers.ray, "kill", kill)
     monkeypatch.setattr(workers.ray, "get_runtime_context", lambda: context)
     opening = replace(OPENING, placement_timeout_s=placement_timeout_s)
-    return asyncio.create_task(Workers(opening, said.put_nowait).run(commands))
+    return Workers(opening, said.put_nowait)
+
+
+def run_locally(monkeypatch, process, has_node, commands, said, **options):
+    """Runs `local_workers`."""
+    found = local_workers(monkeypatch, process, has_node, said, **options)
+    return asyncio.create_task(found.run(commands))
 
 
 @pytest.mark.parametrize("when", ["before it has a node", "while it starts", "when it runs"])
@@ -260,7 +300,9 @@ async def test_a_worker_that_has_ended_is_gone(monkeypatch, when):
 async def test_a_worker_is_said_to_wait_before_it_is_given_up(monkeypatch):
     """Otherwise the coordinator would count a failed start, and start fewer workers at a time."""
     said, commands = asyncio.Queue(), asyncio.StreamReader()
-    running = run_locally(monkeypatch, None, asyncio.Event(), commands, said, 0.001)
+    running = run_locally(
+        monkeypatch, None, asyncio.Event(), commands, said, placement_timeout_s=0.001
+    )
     commands.feed_data(wire.encode(start()))
     async with asyncio.timeout(WAIT_S):
         assert await said.get() == wire.Started("d1", "")
@@ -326,3 +368,41 @@ async def test_a_killed_worker_is_gone_when_its_child_processes_are(monkeypatch)
         assert not alive
         commands.feed_eof()
         await running
+
+
+async def test_a_killed_worker_does_not_drain_to_its_end(monkeypatch):
+    """Workers that are killed end at once, also those that end already."""
+    said, alive, draining = asyncio.Queue(), set(), asyncio.Event()
+
+    class Process:
+        """A worker process with a request that does not end."""
+
+        @classmethod
+        async def start(cls, worker_id, *arguments, **options):
+            alive.add(worker_id)
+            return cls()
+
+        def __init__(self):
+            self._killed = asyncio.Event()
+
+        async def stop(self, stop_timeout_s):
+            if stop_timeout_s:
+                draining.set()
+                await self._killed.wait()
+            alive.clear()
+            self._killed.set()
+
+    has_node, commands = asyncio.Event(), asyncio.StreamReader()
+    has_node.set()
+    found = local_workers(monkeypatch, Process, has_node, said)
+    running = asyncio.create_task(found.run(commands))
+    commands.feed_data(wire.encode(replace(start(), cpus=0.0)))
+    async with asyncio.timeout(WAIT_S):
+        while not alive:
+            await asyncio.sleep(0)
+        commands.feed_eof()
+        await draining.wait()
+        assert alive
+        found.kill()
+        await running
+    assert not alive

@@ -5,28 +5,33 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+from pathlib import Path
 
 import pytest
 
 from baton.coordinator.launchers.ray_launch import wire
 from baton.coordinator.launchers.ray_launch.driver_process import DriverProcess
+from baton.runtime.process.locked_directory import LockedDirectory
 
 
 @pytest.fixture
 def opening(tmp_path):
-    directory = tmp_path / "ray"
-    directory.mkdir()
+    (tmp_path / "ray").mkdir()
     return wire.Open(
         address="127.0.0.1:9",
         namespace="",
         runtime_env={},
-        directory=str(directory),
+        directory=str(tmp_path / "ray"),
         coordinator="127.0.0.1:9",
         command=[],
         stop_timeout_s=1.0,
         connect_timeout_s=1.0,
         placement_timeout_s=1.0,
     )
+
+
+def directory_of(opening):
+    return LockedDirectory(Path(opening.directory))
 
 
 async def ended_driver(opening, program):
@@ -37,7 +42,9 @@ async def ended_driver(opening, program):
         stdout=asyncio.subprocess.PIPE,
         process_group=0,
     )
-    driver = DriverProcess(process, opening, lambda worker_exit: None, lambda *_: None)
+    driver = DriverProcess(
+        process, opening, lambda worker_exit: None, lambda *_: None, directory_of(opening)
+    )
     async with asyncio.timeout(120.0):
         while not driver.ended:
             await asyncio.sleep(0.01)
@@ -84,7 +91,11 @@ async def test_a_worker_waits_for_room_until_the_driver_says_otherwise(opening, 
     )
     heard = asyncio.Queue()
     driver = DriverProcess(
-        process, opening, lambda worker_exit: None, lambda *one: heard.put_nowait(one)
+        process,
+        opening,
+        lambda worker_exit: None,
+        lambda *one: heard.put_nowait(one),
+        directory_of(opening),
     )
     async with asyncio.timeout(120.0):
         assert await heard.get() == ("d1", "waits for room in Ray: no node has a GPU")
@@ -109,5 +120,7 @@ async def test_a_driver_that_cannot_be_started_leaves_no_directory(opening, tmp_
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", fail)
     with pytest.raises(OSError, match="no more processes"):
-        await DriverProcess.open(opening, lambda worker_exit: None, lambda *_: None)
+        await DriverProcess.open(
+            opening, lambda worker_exit: None, lambda *_: None, directory_of(opening)
+        )
     assert os.listdir(tmp_path) == []

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 
 import pytest
+import yaml
 
 from baton.coordinator.launchers.launcher import LaunchError
 from baton.coordinator.launchers.ray_launch.driver_process import DriverProcess
@@ -37,6 +38,61 @@ def test_a_simulated_engine_has_no_ranks():
     configured = parse({"engine": "simulated", "ray": {"decode": {"gpus": 1}}}, "test")
     made = start(configured, Revision("r2", "", {"tensor_parallel_size": 4}))
     assert (made.gpus, made.num_ranks) == (1, 0)
+
+
+class StartedWorkers:
+    """Replaces the driver, and keeps the configurations of the workers that are started."""
+
+    ended = False
+
+    def __init__(self):
+        self.configs = []
+
+    async def start_worker(self, start):
+        self.configs.append(yaml.safe_load(start.config))
+
+
+@pytest.mark.parametrize(
+    ("runtime_env", "stay"),
+    [({"env_vars": {"A": "b"}}, False), ({"working_dir": "s3://b/files.zip"}, True)],
+)
+async def test_files_of_workers_are_those_of_the_coordinator(
+    monkeypatch, tmp_path, runtime_env, stay
+):
+    """Ray starts actors in other directories; its `working_dir` has the files of the actors."""
+
+    driver = StartedWorkers()
+
+    async def connect(*arguments):
+        return driver
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(DriverProcess, "open", connect)
+    monkeypatch.chdir(tmp_path)
+    values = {
+        "launcher": "ray",
+        "ray": {"address": "127.0.0.1:9", "runtime_env": runtime_env},
+        "security": {
+            "ca_file": "certs/ca.pem",
+            "cert_file": "certs/server.pem",
+            "key_file": "/etc/server.key",
+            "cluster_token_file": "token",
+        },
+        "kv_store": {"disk_dir": "blocks"},
+    }
+    launcher = RayLauncher(parse(values, "test"), "127.0.0.1:9", lambda worker_exit: None)
+    await launcher.start("p1", "prefill")
+    await launcher.start("p2", "prefill", Revision("r2"))
+    for config in driver.configs:
+        security = config["security"]
+        where = "" if stay else f"{tmp_path}/"
+        assert security["ca_file"] == f"{where}certs/ca.pem"
+        assert security["cert_file"] == f"{where}certs/server.pem"
+        assert security["key_file"] == "/etc/server.key"
+        assert security["cluster_token_file"] == f"{where}token"
+        assert not security.get("metrics_token_file")
+        assert config["kv_store"]["disk_dir"] == f"{where}blocks"
+    assert len(driver.configs) == 2
 
 
 @pytest.mark.parametrize(("configured", "used"), [(None, 1234.0), (5.0, 5.0)])

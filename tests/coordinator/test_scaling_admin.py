@@ -12,6 +12,7 @@ import pytest
 from scripted_worker import WAIT_S, ScriptedWorker, attached
 
 from baton.client import AdminClient, BatonClient, errors
+from baton.coordinator.core.core import Core
 from baton.coordinator.launchers.launch_supervisor import LaunchSupervisor
 from baton.coordinator.launchers.launcher import WorkerExit
 from baton.coordinator.server import admin_scaling
@@ -19,8 +20,9 @@ from baton.coordinator.server.metrics import registry
 from baton.coordinator.server.server import Coordinator
 from baton.coordinator.server.stall import StallGuard
 from baton.coordinator.state import events as ev
+from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import Pool
-from baton.runtime.config import BatonConfig, PoolLimitsConfig, ScalingSection
+from baton.runtime.config import BatonConfig, PoolLimitsConfig, ScalingSection, parse
 from baton.runtime.network import rpc
 from baton.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, common_pb2
 
@@ -136,6 +138,17 @@ async def test_only_a_pool_that_is_sized_by_its_load_has_a_ceiling(cell):
     assert ceilings() == {"prefill"}
     await admin.set_autoscale(enabled=False)
     assert ceilings() == set()
+
+
+def test_a_pool_whose_limits_leave_it_one_size_has_no_ceiling():
+    """It would be at its ceiling for ever, too."""
+    scaling = {"autoscale": True, "prefill": {"min_workers": 2, "max_workers": 2}}
+    config = parse({"elastic": False, "scaling": scaling}, "test")
+    core = Core(CoreConfig.of(config))
+    core.scaler.begin(dict.fromkeys(Pool, 2))
+    found = registry(core, config)
+    assert found.get_sample_value("baton_workers_max", {"pool": "prefill"}) is None
+    assert found.get_sample_value("baton_workers_max", {"pool": "decode"}) is not None
 
 
 async def test_scale_grows_and_shrinks_and_says_who_wins(cell):

@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 from scripted_worker import ScriptedWorker
 
-from baton.runtime.process.worker_directory import WorkerDirectory
+from baton.runtime.process.locked_directory import LockedDirectory
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 _SLEEPER = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
@@ -48,7 +48,7 @@ async def main() -> None:
     if behaviour.get("child"):
         child = subprocess.Popen([sys.executable, "-c", _SLEEPER])
         print(f"child {child.pid}", file=sys.stderr, flush=True)
-    directory = WorkerDirectory(Path(arguments.directory))
+    directory = LockedDirectory(Path(arguments.directory))
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     if not behaviour.get("stubborn"):

@@ -201,10 +201,11 @@ def _call(node: ast.Call, data: Data, at_s: float) -> Vector | float:
         case "rate" | "increase":
             (window,) = node.args
             return _increase(window, data, at_s, per_second=node.func.name == "rate")
-        case "max_over_time":
+        case "max_over_time" | "min_over_time":
             (window,) = node.args
+            most = max if node.func.name == "max_over_time" else min
             windows = _windows(window, data, at_s)
-            return {_unnamed(one): max(values) for one, _, values in windows if values}
+            return {_unnamed(one): most(values) for one, _, values in windows if values}
         case "histogram_quantile":
             quantile, buckets = node.args
             return _quantiles(evaluate(quantile, data, at_s), evaluate(buckets, data, at_s))

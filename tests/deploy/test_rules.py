@@ -64,6 +64,7 @@ ONE = [Series(Labels({"__name__": "a", "x": "1"}.items()), [0.0, 15.0, 30.0], [0
         ("sum(rate(a[30s]))", 0.2),
         ("sum(a offset 15s)", 5.0),
         ("sum(max_over_time(a[30s]))", 5.0),
+        ("sum(min_over_time(a[15s]))", 1.0),
         ("2 * sum(a) + 1", 3.0),
         ("sum(a) > 1", None),
         ("sum(a) > scalar(max(a)) - 1", 1.0),

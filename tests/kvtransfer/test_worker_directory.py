@@ -15,7 +15,7 @@ from baton.kvtransfer import start_phases
 from baton.kvtransfer.transfer_client import TransferClient
 from baton.runtime.config import KvTransferConfig
 from baton.runtime.process import worker_directory
-from baton.runtime.process.worker_directory import WorkerDirectory
+from baton.runtime.process.locked_directory import LockedDirectory
 
 
 async def test_the_directory_of_a_killed_worker_goes_with_its_service(short_path):
@@ -71,7 +71,7 @@ def test_the_next_start_removes_directories_of_killed_workers(short_path, monkey
     ]
     killed, living = (Path(maker.stdout.readline().strip()) for maker in makers)
     # A worker outlives its launcher while it drains.
-    heir = WorkerDirectory(living)
+    heir = LockedDirectory(living)
     try:
         worker_directory.make().remove()
         assert killed.exists()
@@ -91,7 +91,7 @@ def test_the_next_start_removes_directories_of_killed_workers(short_path, monkey
             maker.stdout.close()
     assert list(short_path.iterdir()) == [others]
     with pytest.raises(FileNotFoundError):
-        WorkerDirectory(killed)
+        LockedDirectory(killed)
 
 
 def test_sockets_fit_any_temporary_directory(monkeypatch, tmp_path):

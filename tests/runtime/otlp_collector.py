@@ -3,6 +3,8 @@
 import asyncio
 from dataclasses import dataclass
 
+import grpc
+from google.rpc import error_details_pb2
 from opentelemetry.proto.collector.trace.v1 import (
     trace_service_pb2,
     trace_service_pb2_grpc,
@@ -35,6 +37,7 @@ class OtlpCollector(trace_service_pb2_grpc.TraceServiceServicer):
     Attributes:
         endpoint: Value for tracing.otlp_endpoint.
         answers: Event; while it is cleared, calls get no answer.
+        refuses: Whether calls fail, so that the exporter tries again at once.
     """
 
     def __init__(self) -> None:
@@ -42,6 +45,7 @@ class OtlpCollector(trace_service_pb2_grpc.TraceServiceServicer):
         self.answers = asyncio.Event()
         self.answers.set()
         self.called = asyncio.Event()
+        self.refuses, self._num_refused = False, 0
         self._changed = asyncio.Condition()
         self._server = rpc.server()
 
@@ -57,6 +61,13 @@ class OtlpCollector(trace_service_pb2_grpc.TraceServiceServicer):
     async def Export(self, request, context):
         self.called.set()
         await self.answers.wait()
+        if self.refuses:
+            async with self._changed:
+                self._num_refused += 1
+                self._changed.notify_all()
+            at_once = error_details_pb2.RetryInfo().SerializeToString()
+            again = (("google.rpc.retryinfo-bin", at_once),)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "busy", again)
         for group in request.resource_spans:
             resource = plain(group.resource.attributes)
             for scope in group.scope_spans:
@@ -64,6 +75,11 @@ class OtlpCollector(trace_service_pb2_grpc.TraceServiceServicer):
         async with self._changed:
             self._changed.notify_all()
         return trace_service_pb2.ExportTraceServiceResponse()
+
+    async def wait_for_refusals(self, number: int) -> None:
+        """Waits until the collector has refused this many calls."""
+        async with asyncio.timeout(WAIT_S), self._changed:
+            await self._changed.wait_for(lambda: self._num_refused >= number)
 
     async def wait_for(self, *names: str) -> dict[str, ReceivedSpan]:
         """Waits until each of these spans has arrived; returns all spans by name."""

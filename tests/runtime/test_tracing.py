@@ -1,11 +1,14 @@
 """Export of spans with and without a collector."""
 
 import asyncio
+import logging
+import math
 import socket
 import subprocess
 import sys
 
 import pytest
+from opentelemetry.exporter.otlp.proto.grpc.exporter import _MAX_RETRYS
 
 from baton.runtime.config import TracingConfig
 from baton.runtime.config_error import ConfigError
@@ -82,6 +85,37 @@ async def test_a_missing_or_silent_collector_delays_nothing(collector, monkeypat
     spans.record(SAMPLED, span("after the end"))
     spans.close()
     collector.answers.set()
+
+
+async def test_a_collector_that_is_away_does_not_fill_the_log(collector, monkeypatch, caplog):
+    monkeypatch.setattr(tracing, "_BATCH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(tracing, "_LOG_INTERVAL_S", math.inf)
+    collector.refuses = True
+    spans = Tracing(TracingConfig(otlp_endpoint=collector.endpoint), {})
+    for number in range(3):
+        spans.record(SAMPLED, span(f"s{number}"))
+        await collector.wait_for_refusals((number + 1) * _MAX_RETRYS)
+    await close(spans)
+    (line,) = (one for one in caplog.records if one.name.startswith("opentelemetry."))
+    assert line.levelname == "ERROR"
+    assert "Failed to export" in line.getMessage()
+
+
+def test_errors_that_were_left_out_are_counted():
+    now = 0.0
+    errors = tracing._SomeErrors(lambda: now)
+
+    def shown(level):
+        record = logging.LogRecord("exporter", level, "", 0, "failed", None, None)
+        return getattr(record, "not_logged", 0) if errors.filter(record) else None
+
+    assert shown(logging.WARNING) is None
+    assert shown(logging.ERROR) == 0
+    assert (shown(logging.ERROR), shown(logging.WARNING), shown(logging.ERROR)) == (None,) * 3
+    now = 60.0
+    assert shown(logging.ERROR) == 2
+    now = 120.0
+    assert shown(logging.ERROR) == 0
 
 
 def test_without_an_endpoint_opentelemetry_is_not_imported():

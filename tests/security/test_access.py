@@ -241,6 +241,11 @@ def test_a_token_carries_the_same_grants(issuer):
         found.check_admin(f"Bearer {issuer.token()}", [])
 
 
+def test_a_subject_cannot_write_log_lines(issuer):
+    found = jwt_access(issuer)
+    assert request(found, issuer.token(sub="a\nb\x1b[2J\u2028é")).name == "jwt:a?b?[2J?é"
+
+
 def test_running_requests_are_counted_per_subject(issuer, keys):
     long = "x" * 90
     tokens = [

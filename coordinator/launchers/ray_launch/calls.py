@@ -19,7 +19,12 @@ T = TypeVar("T")
 CALL_TIMEOUT_S = 15.0
 _MAX_ERROR_CHARS = 500
 # Ray's errors list class, IDs and addresses of an actor first; the reason follows this text.
-_BEFORE_REASON = re.compile(r"The actor (?:is dead|died) because ")
+_BEFORE_REASON = re.compile(r"The actor (?:is dead|died) because (?:of )?")
+# Sequences that colour text in terminals.
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+# A call of a traceback, and the names that Ray gives to calls of actors.
+_FRAME = re.compile(r'^\s+File ".*", line \d+', re.MULTILINE)
+_ACTOR_CALL = re.compile(r"(?:^|, )ray::.*")
 
 
 async def result(ref: Any) -> Any:
@@ -64,9 +69,27 @@ async def in_thread(function: Callable[[], T], timeout_s: float = CALL_TIMEOUT_S
 
 def error_line(error: BaseException) -> str:
     """Formats an error of Ray on one line, without the details that only Ray's developers need."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = _COLOUR.sub("", str(error)).strip()
+    if frames := list(_FRAME.finditer(text)):
+        text = _without_calls(text, frames[-1].end())
+    text = " ".join(text.split()) or type(error).__name__
     found = _BEFORE_REASON.search(text)
     return (text[found.end() :] if found else text)[:_MAX_ERROR_CHARS]
+
+
+def _without_calls(text: str, last_call: int) -> str:
+    """Returns the first line of a text with tracebacks, and the last exception.
+
+    Args:
+        text: The text of an error.
+        last_call: Position behind the last call of the tracebacks.
+    """
+    subject = _ACTOR_CALL.sub("", text.partition("\n")[0]).rstrip(".:")
+    # The source line of the call is indented.
+    exception = [
+        line for line in text[last_call:].splitlines()[1:] if not line.startswith((" ", "ray::"))
+    ]
+    return "\n".join([f"{subject}:", *exception])
 
 
 def live_nodes() -> list[Node]:

@@ -64,8 +64,9 @@ def connect(opening: wire.Open) -> int:
     except Refused:
         raise
     except Exception as error:
-        problem = f"there is no Ray at {address!r}" if address else "no Ray can be started here"
-        raise Refused(f"ray.address: {problem}: {error_line(error)}") from None
+        # The cause may also be ray.runtime_env, Ray's token or another version of Ray.
+        problem = f"cannot connect to Ray at {address!r}" if address else "cannot start Ray here"
+        raise Refused(f"{problem}: {error_line(error)}") from None
     return len(nodes)
 
 

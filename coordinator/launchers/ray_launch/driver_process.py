@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import secrets
-import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from baton.coordinator.launchers.end_with_parent import bound_to_parent, lead_gr
 from baton.coordinator.launchers.launcher import LaunchError, OnWaits
 from baton.coordinator.launchers.ray_launch import wire
 from baton.coordinator.launchers.worker_process import KILL_TIMEOUT_S, WorkerExit
+from baton.runtime.process.locked_directory import LockedDirectory
 from baton.runtime.process.long_tasks import log_failure
 
 _T = TypeVar("_T")
@@ -42,8 +42,9 @@ class DriverProcess:
         opening: wire.Open,
         on_exit: Callable[[WorkerExit], None],
         on_waits: OnWaits,
+        directory: LockedDirectory | None = None,
     ) -> None:
-        self._process, self._opening = process, opening
+        self._process, self._opening, self._directory = process, opening, directory
         self._on_exit, self._on_waits = on_exit, on_waits
         self._ray_name = f"Ray at {opening.address}" if opening.address else "Ray on this host"
         self._opened: asyncio.Future[wire.Ready | wire.Refused]
@@ -63,8 +64,16 @@ class DriverProcess:
         opening: wire.Open,
         on_exit: Callable[[WorkerExit], None],
         on_waits: OnWaits,
+        directory: LockedDirectory | None = None,
     ) -> DriverProcess:
         """Starts the driver; returns when it has connected to Ray.
+
+        Args:
+            opening: The first message to the driver.
+            on_exit: Called once for each worker that ends without being told to.
+            on_waits: See OnWaits.
+            directory: Directory of a local Ray, which is removed when the driver has ended; None
+                for a cluster.
 
         Raises:
             LaunchError: The driver cannot connect within ray.connect_timeout_s.
@@ -82,9 +91,10 @@ class DriverProcess:
                 preexec_fn=lead_group,
             )
         except BaseException:
-            shutil.rmtree(opening.directory, ignore_errors=True)
+            if directory is not None:
+                directory.remove()
             raise
-        driver = cls(process, opening, on_exit, on_waits)
+        driver = cls(process, opening, on_exit, on_waits, directory)
         try:
             driver._say(opening)
             async with asyncio.timeout(timeout_s):
@@ -180,7 +190,8 @@ class DriverProcess:
         finally:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
-            await asyncio.to_thread(shutil.rmtree, self._opening.directory, ignore_errors=True)
+            if self._directory is not None:
+                await asyncio.to_thread(self._directory.remove)
 
     def _say(self, message: wire.Message) -> None:
         stdin = self._process.stdin

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from baton.coordinator.launchers.cpu_cores import CorePlaces
 from baton.coordinator.launchers.launcher import STOP_MARGIN_S, LaunchError, OnWaits
@@ -17,9 +17,16 @@ from baton.coordinator.launchers.worker_process import BATON, WorkerExit
 from baton.coordinator.state.revision import Revision
 from baton.runtime.config import BatonConfig, dump
 from baton.runtime.config_error import ConfigError
+from baton.runtime.process import locked_directory
+from baton.runtime.process.locked_directory import LockedDirectory
+from baton.runtime.section import Section
+
+_Section = TypeVar("_Section", bound=Section)
 
 # Directory of a local Ray. The path is short because the path length of Unix sockets is limited.
 DIRECTORY, PREFIX = "/tmp", "baton-ray-"
+# Fields of the section `security` with files that workers read.
+_SECURITY_FILES = ("ca_file", "cert_file", "key_file", "cluster_token_file", "metrics_token_file")
 
 
 class RayLauncher:
@@ -106,23 +113,25 @@ class RayLauncher:
                     # waiting call tried again, the last one would wait for the sum of all timeouts.
                     raise LaunchError(str(self._failure))
                 try:
+                    directory = None if self._config.ray.address else _new_directory()
                     self._driver = await DriverProcess.open(
-                        self._open_message(),
+                        self._open_message(directory),
                         self._on_exit,
                         self._on_waits,
+                        directory,
                     )
                 except Exception as error:
                     self._failure = error
                     raise
             return self._driver
 
-    def _open_message(self) -> wire.Open:
+    def _open_message(self, directory: LockedDirectory | None) -> wire.Open:
         ray, start_timeout_s = self._config.ray, self._config.scaling.start_timeout_s
         return wire.Open(
             address=ray.address,
             namespace=ray.namespace,
             runtime_env=ray.runtime_env,
-            directory="" if ray.address else tempfile.mkdtemp(prefix=PREFIX, dir=DIRECTORY),
+            directory="" if directory is None else str(directory.path),
             coordinator=self._coordinator,
             command=self._command,
             stop_timeout_s=self._config.worker.drain_timeout_s + STOP_MARGIN_S,
@@ -131,16 +140,37 @@ class RayLauncher:
         )
 
 
+def _new_directory() -> LockedDirectory:
+    """Makes the directory of a local Ray; removes those of killed coordinators and drivers."""
+    return locked_directory.make(Path(DIRECTORY), PREFIX)
+
+
 def _with_absolute_paths(config: BatonConfig) -> BatonConfig:
-    """Makes local paths absolute, because Ray chooses the actors' working directories."""
+    """Makes local paths absolute, because Ray chooses the actors' working directories.
+
+    If `ray.runtime_env` gives the actors a directory with files, relative paths of files may be
+    names in that directory, and stay.
+    """
     adapters = {name: _absolute(path) for name, path in config.lora_adapters.items()}
-    return config.model_copy(update={"model": _absolute(config.model), "lora_adapters": adapters})
+    changes: dict[str, object] = {"model": _absolute(config.model), "lora_adapters": adapters}
+    if "working_dir" not in config.ray.runtime_env:
+        changes["security"] = _with_absolute_files(config.security, _SECURITY_FILES)
+        changes["kv_store"] = _with_absolute_files(config.kv_store, ("disk_dir",))
+    return config.model_copy(update=changes)
 
 
 def _absolute(model: str) -> str:
     """Absolute path of a local model directory; other model names are unchanged."""
     path = Path(model)
     return str(path.absolute()) if path.is_dir() else model
+
+
+def _with_absolute_files(section: _Section, names: Iterable[str]) -> _Section:
+    """Copy of a section with absolute paths in these fields; empty ones stay empty."""
+    paths = {name: path for name in names if (path := getattr(section, name))}
+    return section.model_copy(
+        update={name: str(Path(path).absolute()) for name, path in paths.items()}
+    )
 
 
 def start_of(worker_id: str, role: str, config: BatonConfig, configured: BatonConfig) -> wire.Start:

@@ -90,6 +90,7 @@ class RayWorkers:
         self._starting: dict[str, asyncio.Task[None]] = {}
         self._numbers = itertools.count(1)
         self._silent_s = 0.0
+        self._stop_timeout_s = opening.stop_timeout_s
         self._placing = asyncio.Lock()
         own = psutil.Process().children() if not opening.address else []
         self._head = [child for child in own if child.name() in _HEAD_PROCESSES]
@@ -116,6 +117,13 @@ class RayWorkers:
             async with asyncio.TaskGroup() as group:
                 for worker_id in list(self._workers):
                     group.create_task(self._end(worker_id))
+
+    def kill(self) -> None:
+        """Kills the processes of all workers that run or are ending; `run` then ends them soon."""
+        self._stop_timeout_s = 0.0
+        for worker in self._workers.values():
+            if worker.node:
+                worker.actor.stop.remote(0.0)
 
     async def _start(self, start: wire.Start) -> None:
         try:
@@ -305,7 +313,7 @@ class RayWorkers:
             assert worker.watch is not None
             worker.ending = True
             if worker.node:
-                stop_timeout_s = self._opening.stop_timeout_s
+                stop_timeout_s = self._stop_timeout_s
                 with contextlib.suppress(Exception):
                     async with asyncio.timeout(stop_timeout_s + 2 * KILL_TIMEOUT_S):
                         await result(worker.actor.stop.remote(stop_timeout_s))
