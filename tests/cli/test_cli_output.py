@@ -171,6 +171,37 @@ def test_sentences_break_between_words(terminal, capsys, width):
     assert max(map(len, printed.splitlines())) <= max(width, len("another-decode-worker"))
 
 
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("   - lost attempts: 1", ["   - lost", "     attempts: 1"]),
+        ("1. tokens are late", ["1. tokens are", "   late"]),
+        ("  draining 0, serving 1", ["  draining 0,", "  serving 1"]),
+    ],
+)
+def test_a_broken_line_goes_on_below_its_first_word(terminal, capsys, text, lines):
+    terminal(17)
+    output.print_text(text)
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_the_reasons_of_a_size_break_between_words(terminal, monkeypatch, capsys):
+    decision = admin_pb2.ScalingDecision(
+        role=common_pb2.ROLE_DECODE,
+        to_workers=1,
+        reason="autoscaling is off: 1 wanted; 0 requests at a time: a worker takes 64 at a time",
+        inputs={"draining": 0, "itl_target_ms": 50, "kv_reserved_share": 0, "requests": 0},
+    )
+    monkeypatch.setattr("baton.cli.pool_sizes.call_admin", lambda *_: [decision])
+    terminal(60)
+    pool_sizes.why()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert " ".join(" ".join(lines).split()).endswith(
+        "a worker takes 64 at a time draining 0, itl_target_ms 50, kv_reserved_share 0, requests 0"
+    )
+
+
 def _uncoloured(text):
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
