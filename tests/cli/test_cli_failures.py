@@ -273,6 +273,35 @@ def test_an_interrupted_check_skips_its_cleanup():
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+TERMINATED_CHECK = """
+import os, signal, sys
+from baton.cli.main import main
+from baton.worker import model_check
+
+def terminate(config, directory):
+    print(os.listdir(directory.parent), file=sys.stderr)
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pause()
+
+model_check._configured = terminate
+sys.argv = ["baton", "check", "glossary"]
+main()
+"""
+
+
+def test_a_check_that_is_told_to_stop_leaves_no_directory(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", TERMINATED_CHECK],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
+    assert done.returncode == 130
+    assert "baton-check-" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_closed_standard_input():
     closed = [
         sys.executable,
