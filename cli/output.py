@@ -90,7 +90,8 @@ def print_table(
         # If the table is still too wide, the terminal wraps the lines.
         Console(highlight=False, width=max(wide, console.width)).print(table)
         if left_out := [name for index, name in enumerate(names) if index not in kept]:
-            print(f"columns left out: {', '.join(left_out)} ({left_out_hint})")
+            # Two columns may have the same name.
+            print(f"columns left out: {', '.join(dict.fromkeys(left_out))} ({left_out_hint})")
         return
     for row in (names, *rows):
         cells = (

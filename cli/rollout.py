@@ -303,7 +303,7 @@ def _show(found: admin_pb2.RolloutStatus) -> None:
             for what, one in sides
         ],
         "no revisions",
-        ("ADMITTED", "RECOVERED", "ENDED", "RUNNING"),
+        ("ADMITTED", "RECOVERED", "ENDED", "RUNNING", "MOVED"),
     )
     rows = [row for _, one in sides for row in _latencies(one)]
     if rows:
@@ -323,6 +323,7 @@ def _show(found: admin_pb2.RolloutStatus) -> None:
             ),
             rows,
             "no requests",
+            ("GAPS", "P99", "REQUESTS"),
         )
     if found.verdict_reason:
         since = f" (since {found.compared_for.ToSeconds()} s)" if _phase(found) else ""
