@@ -153,6 +153,8 @@ def _explain(error: ValidationError) -> Iterator[str]:
         key = ".".join(path)
         if problem["type"] == "extra_forbidden":
             yield f"{key}: unknown key{_nearest(path)}"
+        elif problem["type"] == "missing":
+            yield f"{key}: is missing"
         elif not path:
             yield what_is_allowed(problem["msg"])
         elif path[0] == "security":

@@ -90,6 +90,12 @@ def test_a_value_of_a_wrong_type_is_shown_with_the_right_type(value):
     )
 
 
+def test_a_missing_key_is_named():
+    with pytest.raises(ConfigError) as told:
+        parse({"simulated": {"answers": [{"after": "a"}]}}, "test")
+    assert str(told.value) == "test: simulated.answers.0.answer: is missing"
+
+
 def test_an_error_in_yaml_says_where_in_the_file(tmp_path):
     file = tmp_path / "baton.yaml"
     file.write_text("lanes: {}\nmodel: a: b\n")
