@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from baton.cli import credentials, interrupts, options
-from baton.cli.output import print_json
+from baton.cli.output import print_json, print_text
 from baton.client import AdminClient, errors
 from baton.runtime.config_error import ConfigError
 from baton.runtime.errors import RemoteError
@@ -52,7 +53,8 @@ def call_admin(address: str | None, question: Callable[[AdminClient], Awaitable[
 def print_progress(message: str, *, as_json: bool) -> None:
     """Prints the coordinator's first answer before a wait; JSON output has only the result."""
     if not as_json:
-        print(message, flush=True)
+        print_text(message)
+        sys.stdout.flush()
 
 
 def print_answer(message: str, *, as_json: bool) -> None:
@@ -60,4 +62,4 @@ def print_answer(message: str, *, as_json: bool) -> None:
     if as_json:
         print_json({"message": message})
     else:
-        print(message)
+        print_text(message)

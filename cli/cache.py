@@ -52,8 +52,10 @@ def drop(
     meanwhile keep their blocks and may store more: run the command again when they have ended.
     The exit code is 1 if a worker may have blocks left.
     """
-    if bool(tenant or session) == everything:
-        raise typer.BadParameter("give --tenant, --session or --all")
+    if everything and (tenant or session):
+        raise typer.BadParameter("cannot be used with --tenant or --session", param_hint="--all")
+    if not (everything or tenant or session):
+        raise typer.BadParameter("set --tenant, --session or --all")
 
     async def question(admin: AdminClient) -> admin_pb2.DropCacheResponse:
         return await admin.drop_cache(tenant or None, session_id=session)

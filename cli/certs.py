@@ -21,7 +21,9 @@ def certs(
     host: Annotated[
         list[str] | None,
         typer.Option(
-            "--host", help="Name or address under which clients connect to the servers; repeatable."
+            "--host",
+            metavar="HOST",
+            help="Name or address under which clients connect to the servers; repeatable.",
         ),
     ] = None,
     days: Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,6 +62,8 @@ def check(
         raise typer.BadParameter(f"{write} exists already", param_hint="--write")
     options.check_writable(write, "--write")
     given = load_config(config, model=model, engine_args=engine_arg)
+    # As Ctrl-C: otherwise the temporary directory of the check would stay.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     directory = demo_model.ensure(given.model, weights=False)
     resolved = given.model_copy(update={"model": directory, "served_model_name": given.model_name})
     try:

@@ -51,6 +51,24 @@ class CommandGroup(TyperGroup):
         for name, (target, help_line) in COMMANDS.items():
             self.commands[name] = _LazyCommand(name, target, help_line)
 
+    def invoke(self, ctx: Any) -> Any:
+        """Runs a command; an error of an option or argument shows the value and what is allowed."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            # Imported here: without a wrong value, `baton` needs no pydantic for most commands.
+            from pydantic import ValidationError
+
+            from baton.runtime.config_error import what_is_allowed
+
+            if isinstance(error.__cause__, ValidationError):
+                problem = error.__cause__.errors()[0]
+                error.message = what_is_allowed(problem["msg"])
+                # The messages of choices contain the value.
+                if problem["type"] != "value_error":
+                    error.message = f"is {problem['input']!r}; {error.message}"
+            raise
+
 
 class _LazyCommand(TyperCommand):
     """Stands for a command until the command's own arguments are parsed.

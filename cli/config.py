@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -34,15 +37,35 @@ def check(
     """
     config = load(file)
     try:
-        missing = _check_as_processes_do(config)
+        with _warnings_collected() as warnings:
+            missing = _check_as_processes_do(config)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
+    for warning in warnings:
+        typer.echo(f"baton: {file}: warning: {warning}", err=True)
     if missing:
         names = ", ".join(f"{key} ({path})" for key, path in missing.items())
         typer.echo(
             f"baton: {file}: not checked, because absent or not readable here: {names}", err=True
         )
     print(f"{file}: ok")
+
+
+@contextmanager
+def _warnings_collected() -> Iterator[list[str]]:
+    """Yields a list that gets the warnings which the checks log."""
+    found: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    collector, logger = Collector(logging.WARNING), logging.getLogger("baton")
+    logger.addHandler(collector)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(collector)
 
 
 def _check_as_processes_do(config: BatonConfig) -> dict[str, str]:

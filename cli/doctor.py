@@ -9,7 +9,7 @@ import typer
 
 from baton.cli import options
 from baton.cli.admin_calls import call_admin
-from baton.cli.output import print_json
+from baton.cli.output import print_json, print_text
 from baton.client import AdminClient
 from baton.client.doctor import diagnose, summary
 from baton.runtime.durations import to_seconds
@@ -57,14 +57,14 @@ def doctor(
             }
         )
     elif not findings:
-        print(summary(status))
+        print_text(summary(status))
     else:
         for number, one in enumerate(findings, start=1):
-            print(f"{number}. {one.what} [{one.kind}]")
+            print_text(f"{number}. {one.what} [{one.kind}]")
             print(f"   stage: {one.stage}")
             for line in one.evidence:
-                print(f"   - {line}")
-            print(f"   first: {one.first}")
+                print_text(f"   - {line}")
+            print_text(f"   first: {one.first}")
     raise typer.Exit(1 if findings else 0)
 
 
@@ -97,4 +97,4 @@ def _compare(address: str | None, *, as_json: bool) -> None:
     )
     print()
     print_rows(rows, best, cell.targets, "--json has all")
-    print(text)
+    print_text(text)

@@ -6,6 +6,7 @@ import os
 
 from google.rpc import code_pb2
 
+from baton.client.errors import UnauthenticatedError
 from baton.runtime.config_error import ConfigError
 from baton.runtime.errors import BatonError, RemoteError
 
@@ -30,7 +31,9 @@ def exit_code(error: Exception) -> int | None:
 
 
 def message(error: Exception) -> str:
-    """The error's text, with the time after which to retry if the error has one."""
+    """The error's text, with the time to retry or the options that set a credential."""
+    if isinstance(error, UnauthenticatedError):
+        return f"{error} (set it by --api-key-file, BATON_API_KEY_FILE or BATON_API_KEY)"
     if isinstance(error, RemoteError) and error.retry_after_s is not None:
         return f"{error} (try again in {error.retry_after_s:.1f} s)"
     if isinstance(error, OSError) and error.filename is not None:

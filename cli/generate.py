@@ -56,7 +56,7 @@ def generate(
     ] = None,
     stop: Annotated[
         list[str] | None,
-        typer.Option("--stop", help="End the output before this text; repeatable."),
+        typer.Option("--stop", metavar="TEXT", help="End the output before this text; repeatable."),
     ] = None,
     ignore_eos: Annotated[
         bool,

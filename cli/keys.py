@@ -40,7 +40,11 @@ def add(
     ] = "",
     lane: Annotated[
         list[options.LaneName] | None,
-        typer.Option("--lane", help="Lane that the key may use; repeatable; left out: both lanes."),
+        typer.Option(
+            "--lane",
+            metavar="interactive|batch",
+            help="Lane that the key may use; repeatable; left out: both lanes.",
+        ),
     ] = None,
     max_prompt_tokens: Annotated[
         int | None,

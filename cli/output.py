@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from baton.runtime.enum_names import enum_name
 # Smallest width of the last column, which may wrap, the gap between columns, and both edges of a
 # table together, in characters.
 _MIN_WRAPPED_WIDTH, _GAP, _EDGES = 24, 3, 2
+# What the further lines of a broken line are indented by: spaces, and the mark of a list item.
+_INDENT = re.compile(r" *(?:- |\d+\. )?")
 
 
 def print_json(value: Any) -> None:
@@ -87,7 +90,8 @@ def print_table(
         # If the table is still too wide, the terminal wraps the lines.
         Console(highlight=False, width=max(wide, console.width)).print(table)
         if left_out := [name for index, name in enumerate(names) if index not in kept]:
-            print(f"columns left out: {', '.join(left_out)} ({left_out_hint})")
+            # Two columns may have the same name.
+            print(f"columns left out: {', '.join(dict.fromkeys(left_out))} ({left_out_hint})")
         return
     for row in (names, *rows):
         cells = (
@@ -112,12 +116,26 @@ def table_width(widths: Sequence[int]) -> int:
 
 
 def print_text(text: str) -> None:
-    """Prints sentences. On a terminal, lines break between words, so that names stay whole."""
+    """Prints sentences. On a terminal, lines break between words, so that names stay whole.
+
+    A broken line goes on below its first word, or below the text of its list item ("- ").
+    """
     width = terminal_width()
     for line in text.split("\n"):
         if width is not None and len(line) > width:
-            line = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+            line = textwrap.fill(
+                line,
+                width,
+                subsequent_indent=_indent(line),
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
         print(line)
+
+
+def _indent(line: str) -> str:
+    found = _INDENT.match(line)
+    return " " * len(found[0]) if found else ""
 
 
 def plain(message: Message) -> dict[str, Any]:

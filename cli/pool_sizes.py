@@ -12,9 +12,10 @@ import typer
 from baton.cli import options
 from baton.cli.admin_calls import call_admin, print_answer, print_progress
 from baton.cli.columns import ttft_target
-from baton.cli.output import plain, print_json, print_json_line, print_table
+from baton.cli.output import plain, print_json, print_json_line, print_table, print_text
 from baton.cli.watch import follow_changes, wait_until
 from baton.client import AdminClient
+from baton.runtime.counted import counted
 from baton.runtime.enum_names import lane_name, role_name
 from baton.v1 import admin_pb2, common_pb2
 
@@ -65,7 +66,7 @@ def scale(
         answer = await admin.scale_pool(_role(pool), workers)
         if wait:
             print_progress(answer.message, as_json=as_json)
-            what = f"the {pool.value} pool does not have {workers} workers"
+            what = f"the {pool.value} pool does not have {counted(workers, 'worker')}"
             event = await wait_until(
                 admin,
                 lambda one: _has_size(one, pool, workers),
@@ -74,13 +75,13 @@ def scale(
                 lambda one: _pool(one, pool).problem,
             )
             answer.pool.CopyFrom(_pool(event, pool))
-            answer.message = f"the {pool.value} pool has {workers} workers"
+            answer.message = f"the {pool.value} pool has {counted(workers, 'worker')}"
         return answer
 
     answer = call_admin(address, question)
     if as_json:
         return print_json(plain(answer))
-    return print(answer.message)
+    return print_text(answer.message)
 
 
 def targets(
@@ -300,8 +301,8 @@ def _show_decision(one: admin_pb2.ScalingDecision) -> None:
         size = f"{one.to_workers}"
     since, at = _clock(one.since.ToDatetime()), _clock(one.at.ToDatetime())
     when = since if since == at else f"{since} to {at}"
-    print(f"{when} UTC  {role_name(one.role)} {size}: {one.reason}")
-    print("  " + ", ".join(f"{key} {one.inputs[key]:.4g}" for key in sorted(one.inputs)))
+    print_text(f"{when} UTC  {role_name(one.role)} {size}: {one.reason}")
+    print_text("  " + ", ".join(f"{key} {one.inputs[key]:.4g}" for key in sorted(one.inputs)))
 
 
 def _role(pool: PoolName) -> common_pb2.Role.ValueType:

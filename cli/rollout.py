@@ -11,7 +11,7 @@ import typer
 from baton.cli import options
 from baton.cli.admin_calls import call_admin, print_answer, print_progress
 from baton.cli.engine_args import parse_engine_args
-from baton.cli.output import plain, print_json, print_json_line, print_table
+from baton.cli.output import plain, print_json, print_json_line, print_table, print_text
 from baton.cli.pool_sizes import Wait
 from baton.cli.watch import follow_changes, wait_until
 from baton.client import AdminClient
@@ -269,7 +269,7 @@ def _show(found: admin_pb2.RolloutStatus) -> None:
         print(f"no rollout; the stable revision is {found.stable_revision}")
     else:
         phase = _phase(found)
-        print(
+        print_text(
             f"rollout of {found.canary.name}: {phase}, {100 * found.share:.3g} % of new sessions"
             + (", aborts automatically if the canary is worse" if found.abort_if_worse else "")
             if phase
@@ -278,7 +278,7 @@ def _show(found: admin_pb2.RolloutStatus) -> None:
         for line in _changes(found.canary):
             print(f"  {line}")
     if found.problem:
-        print(f"workers cannot be started: {found.problem}")
+        print_text(f"workers cannot be started: {found.problem}")
     print()
     compared = [found.stable, *([found.canary] if found.HasField("canary") else [])]
     sides = [(_is(one.name, found), one) for one in compared]
@@ -311,7 +311,7 @@ def _show(found: admin_pb2.RolloutStatus) -> None:
             for what, one in sides
         ],
         "no revisions",
-        ("ADMITTED", "RECOVERED", "ENDED", "RUNNING"),
+        ("ADMITTED", "RECOVERED", "ENDED", "RUNNING", "MOVED"),
     )
     rows = [row for _, one in sides for row in _latencies(one)]
     if rows:
@@ -331,10 +331,12 @@ def _show(found: admin_pb2.RolloutStatus) -> None:
             ),
             rows,
             "no requests",
+            ("GAPS", "P99", "REQUESTS"),
         )
     if found.verdict_reason:
         since = f" (since {found.compared_for.ToSeconds()} s)" if _phase(found) else ""
-        print(f"\n{found.verdict_reason}{since}")
+        print()
+        print_text(f"{found.verdict_reason}{since}")
 
 
 def _is(name: str, found: admin_pb2.RolloutStatus) -> str:

@@ -242,7 +242,10 @@ def combine(found: Sequence[RemoteError]) -> RemoteError:
     specific = next((error for error in found if error.code != code_pb2.UNAVAILABLE), None)
     if specific is not None or len(found) == 1:
         return specific or found[0]
-    return make(code_pb2.UNAVAILABLE, "; ".join(map(str, found)))
+    message = "; ".join(map(str, found))
+    if all(isinstance(error, UnreachableError) for error in found):
+        return UnreachableError(code_pb2.UNAVAILABLE, message, [])
+    return make(code_pb2.UNAVAILABLE, message)
 
 
 def has_no_answer(error: RemoteError) -> bool:

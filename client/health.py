@@ -19,7 +19,7 @@ async def wait_serving(channel: grpc.aio.Channel, address: str, timeout_s: float
 
     Raises:
         UnavailableError: The service was not SERVING within timeout_s; the message has its last
-            status.
+            status. UnreachableError if there was no connection.
         RemoteError: Another kind of server listens at the address.
     """
     stub = health_pb2_grpc.HealthStub(channel)
@@ -47,4 +47,6 @@ async def wait_serving(channel: grpc.aio.Channel, address: str, timeout_s: float
             message += (
                 ": its workers cannot serve requests yet (see `baton pools`), or it is stopping"
             )
+        if seen == "unreachable":
+            raise errors.UnreachableError(code_pb2.UNAVAILABLE, message, []) from None
         raise errors.make(code_pb2.UNAVAILABLE, message) from None

@@ -64,6 +64,20 @@ class Cell:
         """Returns when the cell can serve requests. Raises HttpError when it cannot."""
         await self._ready.get()
 
+    async def report_unreachable(self) -> None:
+        """Logs an outage if no coordinator of the cell can be reached for some seconds.
+
+        A cell that can be reached and cannot serve yet, for example without workers, is no outage.
+        """
+        try:
+            # At the start, a connection on a busy host may take longer than a query later.
+            await self.client.wait_ready(2 * _QUERY_TIMEOUT_S)
+        except errors.UnreachableError as error:
+            self.outage.began(error)
+        except RemoteError:
+            # Requests report it.
+            return
+
     async def _fetch_model(self, authorization: str) -> common_pb2.ModelDescription:
         try:
             return await self.client.model(_QUERY_TIMEOUT_S, authorization=authorization)

@@ -215,13 +215,21 @@ async def serve(
             _end_in_time(stop, gateway, cells, config.drain_timeout_s), name="end of requests"
         )
         ending.add_done_callback(log_failure)
+        # An operator who has given a wrong address learns of it before the first request.
+        reports = [
+            asyncio.create_task(cell.report_unreachable(), name=f"first call of {cell.name}")
+            for cell in cells
+        ]
+        for report in reports:
+            report.add_done_callback(log_failure)
         try:
             # Shutdown: 1. No new connections; idle connections close. 2. Running requests end, or
             # _end_in_time ends them after the drain timeout. 3. The clients' sessions close.
             await server.run_until(stop, listener)
         finally:
-            ending.cancel()
-            await asyncio.gather(ending, return_exceptions=True)
+            for task in (ending, *reports):
+                task.cancel()
+            await asyncio.gather(ending, *reports, return_exceptions=True)
     return 0
 
 

@@ -184,9 +184,10 @@ class Result:
             ["output tokens", f"{one.output_tokens_per_s:.0f}/s"],
         ]
         of = limits(self.slo.ttft, self.slo.itl_s)
-        within = ", ".join(f"{name} {limit}" for name, limit in of.items())
+        limit = ", ".join(f"{name} {limit}" for name, limit in of.items())
+        within = f" within {limit}" if limit else "; no target is set (--ttft-ms, --itl-ms)"
         goodput = f"{one.goodput_per_s:.2f} requests/s, {one.attained:.1%}"
-        rows.append(["goodput", f"{goodput}{f' within {within}' if within else ''}"])
+        rows.append(["goodput", f"{goodput}{within}"])
         rows += [
             [f"goodput, {name}", f"{lane.goodput_per_s:.2f} requests/s, {lane.attained:.1%}"]
             for name, lane in self.lanes.items()

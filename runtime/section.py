@@ -6,6 +6,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+# A field of one of these types must not set `ge` or `le` itself: pydantic checks only one bound of
+# each kind, and takes the one of the type.
+#
 # Three years stand for "no limit", because protobuf durations cannot hold infinity.
 PositiveSeconds = Annotated[float, Field(gt=0, le=1e8)]
 PositiveInt = Annotated[int, Field(ge=1, le=2**63 - 1)]
@@ -15,7 +18,8 @@ Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 CountOrZero = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 # Workers of one pool; the maximum is far above what one coordinator can serve.
-NumWorkers = Annotated[int, Field(ge=0, le=10_000)]
+MAX_WORKERS = 10_000
+NumWorkers = Annotated[int, Field(ge=0, le=MAX_WORKERS)]
 
 
 class Section(BaseModel):

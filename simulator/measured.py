@@ -101,7 +101,7 @@ def measured(
     """
     serving = [one for one in workers if one.state == cluster_pb2.WORKER_STATE_SERVING]
     if len(serving) < 2:
-        raise NotMeasured(f"{len(serving)} workers serve; a comparison needs at least 2")
+        raise NotMeasured(f"workers that serve: {len(serving)}; a comparison needs at least 2")
     worker = serving[0]
     kinds = {one.latency.SerializeToString() for one in serving}
     if len(kinds) > 1:

@@ -323,13 +323,21 @@ def _output_on_stderr() -> Iterator[None]:
         os.close(kept)
 
 
+def _sets_nothing(section: dict[str, Any]) -> bool:
+    """Whether all values are sections without values; an engine argument may be `{}`."""
+    return all(
+        value == {} or (key != "engine_args" and isinstance(value, dict) and _sets_nothing(value))
+        for key, value in section.items()
+    )
+
+
 def starting_config(config: BatonConfig, found: ModelCheck) -> dict[str, Any]:
     """Returns the values of a configuration file that serves the model.
 
     It has what the configuration sets, with enough staging and the sizes of the pools.
     """
     dumped = config.model_dump(mode="json", exclude_unset=True)
-    values = {key: value for key, value in dumped.items() if value != {}}
+    values = {key: value for key, value in dumped.items() if not _sets_nothing({key: value})}
     given = values.get("kv_transfer", {})
     if not found.staging.fits:
         size = found.staging.suggested_bytes

@@ -11,7 +11,8 @@ from typing import Any
 
 from baton.engine.base import EngineDead
 from baton.kvtransfer.errors import TransferError
-from baton.v1 import cluster_pb2, common_pb2
+from baton.runtime.enum_names import role_name
+from baton.v1 import cluster_pb2
 from baton.worker.attach import AttachError, Attachment, CoordinatorGone
 from baton.worker.errors import NoCoordinator, WorkerFailed
 from baton.worker.host import WorkerHost
@@ -126,7 +127,7 @@ class AttachedWorker:
     async def _report_ready(self, ready: Callable[[str], None] | None) -> None:
         await self._host.attached.wait()
         hello = self._host.hello()
-        _log.info("attached", extra={"role": common_pb2.Role.Name(hello.role)})
+        _log.info("attached", extra={"role": role_name(hello.role)})
         if ready is not None:
             ready(hello.worker_id)
 

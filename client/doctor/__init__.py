@@ -13,6 +13,7 @@ from baton.client.doctor.decode_and_pools import (
 )
 from baton.client.doctor.findings import Finding, Kind, lane_of, ms, stage_name
 from baton.client.doctor.ttft import ttft_findings
+from baton.runtime.counted import counted
 from baton.runtime.durations import to_seconds
 from baton.v1 import admin_pb2
 
@@ -41,7 +42,7 @@ def summary(status: admin_pb2.GetStatusResponse) -> str:
     if not lanes:
         return f"healthy; no request had a token in the last {window_s:.0f} s"
     parts = [
-        f"{lane_of(lane)}: {lane.ttft.num} request{'s' * (lane.ttft.num > 1)}, "
+        f"{lane_of(lane)}: {counted(lane.ttft.num, 'request')}, "
         f"TTFT p95 {ms(lane.ttft.p95_us)}, ITL p95 {ms(lane.itl.p95_us)}"
         for lane in lanes
     ]

@@ -252,8 +252,8 @@ def recovery_findings(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
         "workers were lost or did not respond; their requests continue on others if possible",
         "recovery",
         (
-            f"{status.num_recoveries} attempts were lost; {status.num_workers_lost} workers "
-            f"were lost and {status.num_workers_unresponsive} did not respond",
+            f"lost attempts: {status.num_recoveries}; lost workers: {status.num_workers_lost}; "
+            f"workers that did not respond: {status.num_workers_unresponsive}",
             *(f"{one.worker_id} {one.unresponsive}" for one in silent),
         ),
         "read the logs of the lost workers (memory, devices, network)",

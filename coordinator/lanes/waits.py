@@ -11,6 +11,7 @@ from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.lanes import Lane
 from baton.coordinator.state.requests import Submission
 from baton.runtime.config import LanesConfig
+from baton.runtime.counted import counted
 from baton.runtime.enum_names import lane_name
 from baton.runtime.fair_places import FairPlaces
 from baton.v1 import common_pb2
@@ -62,13 +63,13 @@ class LaneWaits:
             return ""
         if not tenant.can_run:
             return (
-                f"tenant {tenant.name!r} runs {tenant.num_running} requests, at most "
+                f"tenant {tenant.name!r} runs {counted(tenant.num_running, 'request')}, at most "
                 f"{tenant.config.max_concurrent} (max_concurrent)"
             )
         limit = self._limits[lane]
         if limit.is_reached:
             return (
-                f"the {lane_name(lane)} lane runs {limit.num_running} requests, at most "
+                f"the {lane_name(lane)} lane runs {counted(limit.num_running, 'request')}, at most "
                 f"{limit.max_running} (lanes.{lane_name(lane)}.max_running)"
             )
         return ""

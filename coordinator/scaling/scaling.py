@@ -31,6 +31,7 @@ from baton.coordinator.state.scaling_decision import Action, Drain, Flip, PoolDe
 from baton.coordinator.state.timers import CoreTimer, Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.coordinator.telemetry.stats import CoreStats
+from baton.runtime.counted import counted
 from baton.runtime.errors import BatonError, FailedPrecondition
 from baton.runtime.kv import kv_fingerprint
 
@@ -216,9 +217,13 @@ class Scaler:
             return None
         floor, ceiling = self.limits(pool)[0], self.limits(into)[1]
         if self.counts(worker_id, pool) and self.desired(pool) - 1 < floor:
-            return FailedPrecondition(f"{pool.value} would have less than its {floor} workers")
+            return FailedPrecondition(
+                f"{pool.value} would have less than its {counted(floor, 'worker')}"
+            )
         if self.counts(worker_id, into) and self.desired(into) + 1 > ceiling:
-            return FailedPrecondition(f"{into.value} would have more than its {ceiling} workers")
+            return FailedPrecondition(
+                f"{into.value} would have more than its {counted(ceiling, 'worker')}"
+            )
         return None
 
     # ---- Events.

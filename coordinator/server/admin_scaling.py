@@ -19,6 +19,7 @@ from baton.coordinator.state.pools import POOL_OF, ROLE_OF, Pool
 from baton.coordinator.state.scaling_config import Targets
 from baton.coordinator.state.workers import Worker
 from baton.coordinator.telemetry import times
+from baton.runtime.counted import counted
 from baton.runtime.durations import to_seconds
 from baton.runtime.enum_names import lane_name
 from baton.runtime.errors import (
@@ -76,8 +77,8 @@ class ScalingCalls:
         info = self._pool(request.role)
         past = scaler.decisions[pool]
         message = (
-            f"the target size of the {pool.value} pool is {request.workers} workers; workers that "
-            f"serve now: {info.num_serving}"
+            f"the target size of the {pool.value} pool is {counted(request.workers, 'worker')}; "
+            f"workers that serve now: {info.num_serving}"
         )
         if scaler.autoscale:
             message += (

@@ -141,14 +141,14 @@ def _lane(lane: admin_pb2.LaneStatus) -> dict[str, Any]:
             "target": _ttft_target(targets),
             # Every request has its own target.
             "is_late": [one > 1 for one in (ratio.p50, ratio.p95, ratio.p99)],
-            "kept": lane.ttft_attained if lane.HasField("ttft_attained") else None,
+            "attained": lane.ttft_attained if lane.HasField("ttft_attained") else None,
         },
         "itl": _percentiles(lane.itl)
         | {
             "target_ms": itl_ms,
             "target": None if itl_ms is None else f"{itl_ms} ms",
             "is_late": [itl_ms is not None and one > itl_ms * 1000 for one in itls_us],
-            "kept": lane.itl_attained if lane.HasField("itl_attained") else None,
+            "attained": lane.itl_attained if lane.HasField("itl_attained") else None,
         },
         "e2e": _percentiles(lane.e2e),
         "stages": [

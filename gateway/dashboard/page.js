@@ -91,18 +91,18 @@ function lanes(cell) {
     const values = lane[what], first = what === "ttft";
     const time = (value, index) => !values.num ? "-" :
       [ms(value), values.is_late[index] ? "bad" : ""];
-    const kept = values.kept === null ? "-" :
-      [percent(values.kept), values.kept >= lane.percentile / 100 ? "good" : "bad"];
+    const attained = values.attained === null ? "-" :
+      [percent(values.attained), values.attained >= lane.percentile / 100 ? "good" : "bad"];
     const sheds = Object.values(lane.sheds).reduce((sum, one) => sum + one, 0);
     const seconds = countedSeconds(cell);
     const counts = [lane.queued, lane.running, (lane.ended / seconds).toFixed(1),
       (lane.output_tokens / seconds).toFixed(0), [sheds, sheds ? "bad" : ""]];
     return [first ? lane.lane : "", what.toUpperCase(), time(values.p50_ms, 0), time(values.p95_ms, 1),
-      time(values.p99_ms, 2), values.target ?? "-", kept,
+      time(values.p99_ms, 2), values.target ?? "-", attained,
       ...(first ? counts : counts.map(() => ""))];
   }));
-  table("lanes", ["<lane", "<", "p50", "p95", "p99", "target", "kept", "queued", "running", "requests/s",
-    "tokens/s", "refused"], rows, "no lanes");
+  table("lanes", ["<lane", "<", "p50", "p95", "p99", "target", "attained", "queued", "running",
+    "requests/s", "tokens/s", "refused"], rows, "no lanes");
 }
 
 // What prompts found in prefix caches and in the KV store, and what workers computed.

@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from baton.runtime.config.baton_config import BatonConfig
-from baton.runtime.config_error import ConfigError
+from baton.runtime.config_error import ConfigError, what_is_allowed
 from baton.runtime.names import did_you_mean
 
 _SECRET_KEY = re.compile(
@@ -86,10 +86,18 @@ def load(path: str | None, overrides: Mapping[str, Any] | None = None) -> BatonC
             raise ConfigError(f"{path}: is nested too deeply") from None
         except (yaml.YAMLError, ValueError) as error:
             # ValueError: a date that does not exist.
-            raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+            raise ConfigError(f"{path}: not YAML: {_problem_and_place(error)}") from None
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: is a {type(values).__name__}; must be a mapping of keys")
     return parse(_merged(values, overrides or {}), path or "command line")
+
+
+def _problem_and_place(error: yaml.YAMLError | ValueError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem and error.problem_mark:
+        problem = ": ".join(filter(None, (error.context, error.problem)))
+        mark = error.problem_mark
+        return f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
+    return " ".join(str(error).replace(' in "<unicode string>",', " at").split())
 
 
 def _standard_input() -> bytes:
@@ -145,11 +153,13 @@ def _explain(error: ValidationError) -> Iterator[str]:
         key = ".".join(path)
         if problem["type"] == "extra_forbidden":
             yield f"{key}: unknown key{_nearest(path)}"
+        elif problem["type"] == "missing":
+            yield f"{key}: is missing"
         elif not path:
-            yield problem["msg"].removeprefix("Value error, ")
+            yield what_is_allowed(problem["msg"])
         elif path[0] == "security":
             # The value is not shown, because a secret may have been written there by mistake.
-            yield f"{key}: {problem['msg'].removeprefix('Value error, ')}"
+            yield f"{key}: {what_is_allowed(problem['msg'])}"
         else:
             value = "null" if problem["input"] is None else repr(problem["input"])
             yield f"{key}: is {value}; {_allowed(problem['type'], problem['msg'])}"
@@ -158,7 +168,7 @@ def _explain(error: ValidationError) -> Iterator[str]:
 def _allowed(kind: str, said: str) -> str:
     if kind in ("model_type", "dict_type"):
         return "must be a mapping of keys"
-    said = said.removeprefix("Value error, ").replace("Input should be", "must be")
+    said = what_is_allowed(said)
     return said[:1].lower() + said[1:]
 
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field, model_validator
 
 from baton.runtime.section import PositiveInt, Section
 
 # A request and each command of it are one gRPC message, which holds more than the images.
-_MOST_BYTES = 12 * 2**20
+_MessageBytes = Annotated[int, Field(ge=1, le=12 * 2**20)]
 
 
 class ImagesConfig(Section):
     """Limits of images in chats; the coordinator checks all but the pixels, a worker those."""
 
     max_count: PositiveInt = Field(16, description="Images of one request.")
-    max_image_bytes: PositiveInt = Field(
-        4 * 2**20, le=_MOST_BYTES, description="Size of one image's file."
-    )
-    max_bytes: PositiveInt = Field(
+    max_image_bytes: _MessageBytes = Field(4 * 2**20, description="Size of one image's file.")
+    max_bytes: _MessageBytes = Field(
         5 * 2**20,
-        le=_MOST_BYTES,
         description="Size of the files of one request's images, together. In JSON they take a "
         "third more (http.max_body_bytes).",
     )

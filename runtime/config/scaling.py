@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field, model_validator
 
 from baton.runtime.section import (
+    MAX_WORKERS,
     Count,
     CountOrZero,
     NumWorkers,
@@ -76,8 +79,8 @@ class PoolLimitsConfig(Section):
     min_workers: NumWorkers = Field(
         1, description="Smallest pool size. 0: an idle pool may end its last worker."
     )
-    max_workers: NumWorkers = Field(
-        16, ge=1, description="Largest pool size, for the autoscaler and for manual changes."
+    max_workers: Annotated[int, Field(ge=1, le=MAX_WORKERS)] = Field(
+        16, description="Largest pool size, for the autoscaler and for manual changes."
     )
 
     @model_validator(mode="after")

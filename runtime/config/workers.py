@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
 from baton.runtime.names import FIRST_REVISION, REVISION_NAMES, is_revision
-from baton.runtime.section import Count, NumWorkers, PositiveInt, PositiveSeconds, Section
+from baton.runtime.section import (
+    MAX_COUNT,
+    Count,
+    NumWorkers,
+    PositiveInt,
+    PositiveSeconds,
+    Section,
+)
 
 
 class PoolConfig(Section):
@@ -114,7 +121,9 @@ class SimulatedConfig(Section):
         True, description="Whether finished blocks are kept for prompts with the same prefix."
     )
     num_layers: Count = Field(4, description="Layers whose KV blocks a handoff moves.")
-    block_bytes: Count = Field(1024, ge=64, description="Bytes of one KV block in one layer.")
+    block_bytes: Annotated[int, Field(ge=64, le=MAX_COUNT)] = Field(
+        1024, description="Bytes of one KV block in one layer."
+    )
     host_bytes_per_s: PositiveInt = Field(
         10_000_000_000,
         description="Bytes per second that a load of KV blocks from host memory moves.",

@@ -33,9 +33,8 @@ class KvTransferConfig(Section):
         description=f"Transports that may move KV blocks ({', '.join(TRANSPORTS)}), in order of "
         "preference; each pair of workers uses the first that both support.",
     )
-    grpc_connections: PositiveInt = Field(
+    grpc_connections: Annotated[int, Field(ge=1, le=16)] = Field(
         2,
-        le=16,
         description="gRPC connections to each other worker; handoffs are spread over them.",
     )
     port_range: str = Field(

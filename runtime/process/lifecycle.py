@@ -16,6 +16,7 @@ from typing import Any
 
 import uvloop
 
+from baton.runtime.counted import counted
 from baton.runtime.process import main_coroutine, output_streams, quick_start
 
 
@@ -110,10 +111,9 @@ def stop_requested(before_exit: Callable[[], None] = lambda: None) -> asyncio.Ev
 
 def draining(num_requests: int, timeout_s: float) -> str:
     """The log line of a process that waits for its running requests before it ends."""
-    requests = "1 request" if num_requests == 1 else f"{num_requests} requests"
     return (
-        f"draining: waiting at most {timeout_s:g} s for {requests}; a second Ctrl-C or SIGTERM "
-        "ends the process at once"
+        f"draining: waiting at most {timeout_s:g} s for {counted(num_requests, 'request')}; "
+        "a second Ctrl-C or SIGTERM ends the process at once"
     )
 
 

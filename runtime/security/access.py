@@ -129,7 +129,8 @@ class Access:
             return
         refusal = ""
         if tenant and tenant != grants.tenant:
-            reason, refusal = "tenant", f"tenant is not this credential's, {grants.tenant}"
+            reason = "tenant"
+            refusal = f"tenant is {tenant}; this credential may use {grants.tenant}"
         elif lane not in grants.lanes:
             allowed = ", ".join(grants.lanes)
             reason, refusal = "lane", f"lane is {lane}; this credential may use {allowed}"

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from baton.runtime.config_error import ConfigError
+from baton.runtime.config_error import ConfigError, what_is_allowed
 from baton.runtime.names import TENANT_NAMES, is_tenant
 from baton.runtime.section import PositiveInt, Section
 
@@ -216,7 +216,7 @@ def _explain(error: ValidationError) -> list[str]:
     """Describes each validation error with its place, but without the values."""
     found = []
     for one in error.errors():
-        said = one["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+        said = what_is_allowed(one["msg"])
         if one["type"] == "model_type":
             said = "must be a mapping of keys"
         elif one["type"] == "string_pattern_mismatch":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -86,8 +86,8 @@ class SecurityConfig(Section):
         description="Sessions and single requests that one tenant may hold open at a time. "
         "null: a quarter of max_calls.",
     )
-    max_metadata_bytes: PositiveInt = Field(
-        16 * 2**10, ge=1024, description="Size of the metadata of one gRPC call."
+    max_metadata_bytes: Annotated[int, Field(ge=1024, le=2**31 - 1)] = Field(
+        16 * 2**10, description="Size of the metadata of one gRPC call."
     )
     handshake_timeout_s: PositiveSeconds = Field(
         10.0, description="Longest wait for a connection's TLS and HTTP/2 handshake."

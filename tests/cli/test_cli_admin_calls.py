@@ -305,6 +305,23 @@ def test_no_answer_has_the_exit_code_of_an_unavailable_cell(serve, nowhere):
     assert exit_codes.exit_code(failed.value) == 3
 
 
+class Guarded(admin_pb2_grpc.AdminServicer):
+    """A coordinator that wants a credential."""
+
+    async def ListPools(self, request, context):
+        missing = "a credential is missing: authorization: Bearer KEY"
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, missing)
+
+
+def test_a_missing_credential_is_reported_with_the_options_that_set_it(serve):
+    with pytest.raises(errors.UnauthenticatedError) as refused:
+        call_admin(serve(Guarded()), lambda admin: admin.list_pools())
+    assert exit_codes.message(refused.value) == (
+        "a credential is missing: authorization: Bearer KEY "
+        "(set it by --api-key-file, BATON_API_KEY_FILE or BATON_API_KEY)"
+    )
+
+
 def test_a_change_that_is_not_answered_is_not_repeated_elsewhere(serve):
     silent, other = serve(Silent()), Sized()
     question = soon(silent, lambda admin: admin.scale_pool(common_pb2.ROLE_DECODE, 2))

@@ -19,6 +19,20 @@ def test_the_help_line_of_a_command_is_the_first_one_of_its_help(name):
     assert GROUP.commands[name].load().help.splitlines()[0] == help_line
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (("generate",), "--stop TEXT"),
+        (("certs",), "--host HOST"),
+        (("keys", "add"), "--lane interactive|batch"),
+    ],
+)
+def test_the_help_of_a_repeatable_option_shows_the_value_that_it_takes(baton_here, command, option):
+    told = baton_here(*command, "--help").out
+    assert option in told
+    assert "list[" not in told
+
+
 def test_the_help_of_baton_imports_no_command():
     code = (
         "import sys\n"

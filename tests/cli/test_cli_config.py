@@ -108,6 +108,14 @@ def test_check_says_what_is_wrong_on_one_line(baton_here, text, expected):
     assert checked.err.count("\n") == 1
 
 
+def test_check_names_the_file_in_front_of_each_warning(baton_here):
+    text = "http: {listen: '0.0.0.0:8000'}\nsecurity: {allow_insecure: true}\n"
+    checked = baton_here("config", "check", "-", stdin=text)
+    assert (checked.code, checked.out) == (0, "-: ok\n")
+    told = "baton: -: warning: http.listen 0.0.0.0:8000 is open to other hosts without TLS\n"
+    assert checked.err == told
+
+
 def test_check_names_the_files_that_are_not_on_this_host(baton_here, tmp_path):
     """It may run on another host than the cell, so that they are no error."""
     (token := tmp_path / "token").write_text("f" * 64)

@@ -89,6 +89,38 @@ def test_wrong_usage_is_exit_2(baton_here, arguments):
     assert "Usage:" in result.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ("generate", "hi", "--max-tokens", "many"),
+            "Invalid value for '--max-tokens': is 'many'; must be a valid integer",
+        ),
+        (
+            ("generate", "hi", "--lane", "fast"),
+            "Invalid value for '--lane': 'fast' is not one of 'interactive', 'batch'.",
+        ),
+        (
+            ("profile", "w", "--seconds", "0"),
+            "Invalid value for '--seconds': is '0'; must be greater than or equal to 1",
+        ),
+        (
+            ("rollout", "start", "--revision", "r", "--share", "5%", "--prefill", "x"),
+            "Invalid value for '--prefill': is 'x'; must be a valid integer",
+        ),
+        (("cache", "drop"), "Invalid value: set --tenant, --session or --all"),
+        (
+            ("cache", "drop", "--all", "--tenant", "a"),
+            "Invalid value for --all: cannot be used with --tenant or --session",
+        ),
+    ],
+)
+def test_wrong_usage_names_the_option_the_value_and_what_is_allowed(baton_here, arguments, told):
+    result = baton_here(*arguments)
+    assert result.code == 2
+    assert f"Error: {told}\n" in result.err
+
+
 def test_invalid_request_values_are_exit_2(baton_here, unused_address):
     result = baton_here("generate", "hi", "--max-tokens", "-5", "--address", unused_address)
     assert result.code == 2
@@ -163,7 +195,7 @@ def test_an_option_without_effect_beside_another_is_exit_2(
 def test_a_number_beyond_uint32_is_exit_2(baton_here, unused_address, arguments):
     result = baton_here(*arguments, env={"BATON_ADDRESS": unused_address})
     assert result.code == 2
-    assert "should be less than or equal to" in result.err
+    assert "must be less than or equal to" in result.err
 
 
 @pytest.mark.parametrize(
@@ -239,6 +271,35 @@ def test_an_interrupted_check_skips_its_cleanup():
         [sys.executable, "-c", INTERRUPTED_CHECK], capture_output=True, text=True, timeout=HANG_S
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+TERMINATED_CHECK = """
+import os, signal, sys
+from baton.cli.main import main
+from baton.worker import model_check
+
+def terminate(config, directory):
+    print(os.listdir(directory.parent), file=sys.stderr)
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pause()
+
+model_check._configured = terminate
+sys.argv = ["baton", "check", "glossary"]
+main()
+"""
+
+
+def test_a_check_that_is_told_to_stop_leaves_no_directory(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", TERMINATED_CHECK],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
+    assert done.returncode == 130
+    assert "baton-check-" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_closed_standard_input():

@@ -7,7 +7,7 @@ import re
 import pytest
 from google.protobuf import duration_pb2
 
-from baton.cli import exit_codes, generate, output, pool_sizes, timeline
+from baton.cli import exit_codes, generate, output, pool_sizes, rollout, timeline
 from baton.client import LatencyBudget, StageTime, Tokens
 from baton.client.errors import make
 from baton.runtime.config_error import ConfigError
@@ -169,6 +169,60 @@ def test_sentences_break_between_words(terminal, capsys, width):
     printed = capsys.readouterr().out
     assert printed.split() == text.split()
     assert max(map(len, printed.splitlines())) <= max(width, len("another-decode-worker"))
+
+
+def test_the_status_of_a_rollout_fits_the_terminal(terminal, monkeypatch, capsys):
+    times = admin_pb2.Percentiles(num=1016, p50_us=36_900, p95_us=48_000, p99_us=48_500)
+    lane = admin_pb2.RevisionLane(lane=common_pb2.LANE_INTERACTIVE, ttft=times, itl=times)
+    pool = admin_pb2.RevisionPool(num_serving=1, num_starting=1)
+    revisions = [
+        admin_pb2.RevisionStatus(name=name, pools=[pool, pool], lanes=[lane])
+        for name in ("1", "r2")
+    ]
+    found = admin_pb2.RolloutStatus(
+        phase=admin_pb2.ROLLOUT_PHASE_WAITING,
+        stable_revision="1",
+        stable=revisions[0],
+        canary=revisions[1],
+    )
+    monkeypatch.setattr("baton.cli.rollout.call_admin", lambda *_: found)
+    terminal(80)
+    rollout.status()
+    told = _uncoloured(capsys.readouterr().out)
+    assert max(map(len, told.splitlines())) <= 80
+    assert told.count("1 serving, 1 starting") == 4
+    assert "columns left out: P99, GAPS (" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("   - lost attempts: 1", ["   - lost", "     attempts: 1"]),
+        ("1. tokens are late", ["1. tokens are", "   late"]),
+        ("  draining 0, serving 1", ["  draining 0,", "  serving 1"]),
+    ],
+)
+def test_a_broken_line_goes_on_below_its_first_word(terminal, capsys, text, lines):
+    terminal(17)
+    output.print_text(text)
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_the_reasons_of_a_size_break_between_words(terminal, monkeypatch, capsys):
+    decision = admin_pb2.ScalingDecision(
+        role=common_pb2.ROLE_DECODE,
+        to_workers=1,
+        reason="autoscaling is off: 1 wanted; 0 requests at a time: a worker takes 64 at a time",
+        inputs={"draining": 0, "itl_target_ms": 50, "kv_reserved_share": 0, "requests": 0},
+    )
+    monkeypatch.setattr("baton.cli.pool_sizes.call_admin", lambda *_: [decision])
+    terminal(60)
+    pool_sizes.why()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert " ".join(" ".join(lines).split()).endswith(
+        "a worker takes 64 at a time draining 0, itl_target_ms 50, kv_reserved_share 0, requests 0"
+    )
 
 
 def _uncoloured(text):

@@ -479,8 +479,8 @@ def test_a_request_that_waits_too_long_is_told_which_limit_was_reached(new_world
     of_lane = [world.submit(lane=BATCH) for _ in range(2)][-1]
     world.wait(6)
     for to, told in (
-        (of_tenant, "tenant 'narrow' runs 1 requests, at most 1 (max_concurrent): waited 5 s"),
-        (of_lane, "the batch lane runs 1 requests, at most 1 (lanes.batch.max_running): "),
+        (of_tenant, "tenant 'narrow' runs 1 request, at most 1 (max_concurrent): waited 5 s"),
+        (of_lane, "the batch lane runs 1 request, at most 1 (lanes.batch.max_running): "),
     ):
         error = world.last(to).error
         assert (error.reason, str(error)[: len(told)]) == ("QUEUE_TIMEOUT", told)

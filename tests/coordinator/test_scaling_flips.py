@@ -66,7 +66,7 @@ def test_a_worker_that_was_started_elsewhere_flips_and_configured_sizes_stay(lau
     assert made.core.flip_error(guest, DECODE) is None
     # The decode pool's limit is one worker.
     refused = made.core.flip_error(ours, DECODE)
-    assert "decode would have more than its 1 workers" in str(refused)
+    assert "decode would have more than its 1 worker" in str(refused)
     flip(made, "guest", DECODE)
     made.answer_flips()
     assert made.ids(Pool.DECODE) == {"decode-0", "guest"}
@@ -289,7 +289,7 @@ def test_a_flip_that_cannot_be_is_refused(launched):
     made = launched(2, 1, decode_limits=(0, 1))
     for worker_id, role, why in (
         ("decode-0", PREFILL, "decode-0 is the only serving decode worker"),
-        ("prefill-0", DECODE, "decode would have more than its 1 workers"),
+        ("prefill-0", DECODE, "decode would have more than its 1 worker"),
     ):
         refused = made.core.flip_error(made.core.workers.by_id(worker_id), role)
         assert isinstance(refused, errors.FailedPrecondition)

@@ -58,6 +58,23 @@ async def test_a_health_probe_reports_the_outage(start_gateway, lines):
     assert f"the coordinator at {address} is unreachable" in line
 
 
+async def test_a_wrong_address_is_reported_before_the_first_request(start_gateway, caplog):
+    address, reported = unused_address(), asyncio.Event()
+
+    class Outages(logging.Handler):
+        def emit(self, record):
+            reported.set()
+
+    logger = logging.getLogger("baton.gateway.outage_log")
+    logger.addHandler(handler := Outages())
+    try:
+        async with start_gateway(address, query_timeout_s=0.5):
+            await asyncio.wait_for(reported.wait(), WAIT_S)
+    finally:
+        logger.removeHandler(handler)
+    assert f"the coordinator at {address} is unreachable" in caplog.text
+
+
 def test_alternating_failures_and_successes_do_not_fill_the_log(lines):
     now = [0.0]
     outage = OutageLog(lambda: now[0])

@@ -8,7 +8,7 @@ import random
 import time
 from collections import Counter
 from contextlib import asynccontextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
@@ -236,6 +236,8 @@ def test_a_request_is_in_time_by_the_target_of_its_prompt():
         "bench", {}, seen.slo, Outcome({"interactive": seen}, 2.0, False), is_open=True
     )
     assert "50.0% within TTFT 1 ms + 100 ms per 1,000 prompt tokens" in result.figure_rows()[5][1]
+    without = replace(result, slo=Slo())
+    assert without.figure_rows()[5][1].endswith("; no target is set (--ttft-ms, --itl-ms)")
     assert result.as_json()["targets"]["ttft_ms_per_1k_tokens"] == 100
 
 

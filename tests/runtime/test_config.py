@@ -1,10 +1,13 @@
 """Configurations that are refused, and the messages."""
 
+from typing import get_args
+
 import pytest
 import yaml
 
-from baton.runtime.config import dump, parse
+from baton.runtime.config import BatonConfig, dump, load, parse
 from baton.runtime.config_error import ConfigError
+from baton.runtime.section import Section
 
 
 @pytest.mark.parametrize(
@@ -42,6 +45,65 @@ def test_a_disk_that_cannot_work(values, reason):
 def test_a_pool_size_has_an_upper_limit(section):
     with pytest.raises(ConfigError, match=r"workers: is 10+; must be less than or equal to 10000"):
         parse(section, "test")
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"images": {"max_bytes": 12 * 2**20 + 1}}, "less than or equal to 12582912"),
+        ({"images": {"max_image_bytes": 12 * 2**20 + 1}}, "less than or equal to 12582912"),
+        ({"kv_transfer": {"grpc_connections": 17}}, "less than or equal to 16"),
+        ({"security": {"max_metadata_bytes": 1023}}, "greater than or equal to 1024"),
+        ({"simulated": {"block_bytes": 63}}, "greater than or equal to 64"),
+        (
+            {"scaling": {"prefill": {"min_workers": 0, "max_workers": 0}}},
+            "greater than or equal to 1",
+        ),
+    ],
+)
+def test_a_bound_of_a_field_holds_beside_the_bounds_of_its_type(values, reason):
+    with pytest.raises(ConfigError, match=f"must be {reason}|should be {reason}"):
+        parse(values, "test")
+
+
+def test_no_field_has_two_bounds_of_one_kind():
+    """pydantic would check only one of them."""
+
+    def doubled(section, path):
+        for name, field in section.model_fields.items():
+            kinds = [type(each) for each in field.metadata]
+            if len(kinds) != len(set(kinds)):
+                yield f"{path}{name}"
+            for part in (field.annotation, *get_args(field.annotation)):
+                if isinstance(part, type) and issubclass(part, Section):
+                    yield from doubled(part, f"{path}{name}.")
+
+    assert list(doubled(BatonConfig, "")) == []
+
+
+@pytest.mark.parametrize("value", ["1GiB", "many"])
+def test_a_value_of_a_wrong_type_is_shown_with_the_right_type(value):
+    with pytest.raises(ConfigError) as told:
+        parse({"kv_transfer": {"send_bytes": value}}, "test")
+    assert str(told.value) == (
+        f"test: kv_transfer.send_bytes: is '{value}'; must be a valid integer"
+    )
+
+
+def test_a_missing_key_is_named():
+    with pytest.raises(ConfigError) as told:
+        parse({"simulated": {"answers": [{"after": "a"}]}}, "test")
+    assert str(told.value) == "test: simulated.answers.0.answer: is missing"
+
+
+def test_an_error_in_yaml_says_where_in_the_file(tmp_path):
+    file = tmp_path / "baton.yaml"
+    file.write_text("lanes: {}\nmodel: a: b\n")
+    with pytest.raises(ConfigError) as told:
+        load(str(file))
+    assert str(told.value) == (
+        f"{file}: not YAML: mapping values are not allowed here (line 2, column 9)"
+    )
 
 
 @pytest.mark.parametrize("port", ["http", "99999", "0"])

@@ -61,7 +61,7 @@ def test_a_cell_without_measurements_says_what_is_missing(wrong_split):
     status, workers, requests = described(wrong_split)
     with pytest.raises(NotMeasured, match="3 requests have ended; a comparison needs 50"):
         measured(status, workers, requests[:3])
-    with pytest.raises(NotMeasured, match="1 workers serve"):
+    with pytest.raises(NotMeasured, match="workers that serve: 1; "):
         measured(status, workers[:1], requests)
     fresh = LiveCell().workers().after(1)
     with pytest.raises(NotMeasured, match="0 steps are measured"):
