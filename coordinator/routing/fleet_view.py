@@ -287,6 +287,18 @@ class FleetView:
         if (entry := self.loads.get(decode)) is not None:
             entry.decodes.arrive(request)
 
+    def record_tokens(self, request: RequestKey, decode: WorkerKey | None, num_tokens: int) -> None:
+        """Records the KV tokens that a request has on its worker now.
+
+        The speed of prompts beside the decodes is updated with the next assignment or release.
+        Cells that spread their outputs over all workers record nothing: streams catch up there
+        after long steps, and prompts that waited for shorter ones were late more often.
+        """
+        entry, targets = self.loads.get(decode), self.loads.step_targets
+        if entry is None or (targets is not None and targets.shares_workers(entry.single_step_s)):
+            return
+        entry.decodes.record_tokens(request, num_tokens)
+
     def outgrows(self, request: RequestKey, decode: WorkerKey | None, num_tokens: int) -> bool:
         """Whether a request needs more KV tokens than are reserved on its worker."""
         entry = self.loads.get(decode)

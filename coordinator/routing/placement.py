@@ -283,7 +283,7 @@ class Placer:
         self.view.first_token(request.key, request.prefill, request.decode)
 
     def grows(self, request: Request, num_ahead: int) -> None:
-        """Reserves more KV room for a request whose output has grown.
+        """Counts the KV tokens of a request whose output has grown, and reserves more KV room.
 
         Args:
             request: a request that decodes.
@@ -292,6 +292,7 @@ class Placer:
         """
         num_output = len(request.token_ids) + num_ahead
         decode = request.decode
+        self.view.record_tokens(request.key, decode, request.num_tokens)
         if self.view.outgrows(request.key, decode, request.num_prompt_tokens + num_output):
             num_output = min(num_output, self._needs.most_output_tokens(request.submission))
             self.view.grow(request.key, decode, request.num_prompt_tokens + num_output)

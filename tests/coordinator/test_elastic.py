@@ -196,6 +196,30 @@ def test_decodes_are_spread_evenly_over_the_fewest_workers_that_hold_them():
     assert sorted(cell.num_decodes()) == [0, MOST - 3, MOST, MOST]
 
 
+def test_outputs_that_have_grown_beyond_their_prediction_fill_their_worker():
+    cell = Cell("a", "b")
+    add_decodes(cell, "a", MOST - 1)
+    assert cell.place().decode.worker == key("a")
+    cell.view.record_tokens("a-0", key("a"), 3000)
+    # The others are shorter than predicted so far.
+    assert cell.place().decode.worker == key("a")
+    for number in range(1, MOST - 1):
+        cell.view.record_tokens(f"a-{number}", key("a"), 1000)
+    assert cell.place().decode.worker == key("b")
+    cell.view.check_integrity()
+    cell.view.release("a-0", None, key("a"))
+    assert cell.place().decode.worker == key("a")
+    cell.view.check_integrity()
+
+
+def test_steps_near_the_itl_target_are_predicted_without_the_growth_of_outputs():
+    cell = Cell("a", "b", itl_s=0.04, longest_gap=3)
+    add_decodes(cell, "a", 1)
+    step_s = cell.view.loads.entries[key("a")].mean_step_s()
+    cell.view.record_tokens("a-0", key("a"), 3000)
+    assert cell.view.loads.entries[key("a")].mean_step_s() == step_s
+
+
 def test_steps_near_the_itl_target_are_shared_by_all_workers_if_gaps_are_long():
     """A step with one stream takes 31 ms."""
     cell = Cell("a", "b", itl_s=0.04, longest_gap=3)

@@ -19,6 +19,7 @@ class _Decode:
         num_mean_tokens: KV tokens that the request has on average while it decodes.
         has_arrived: whether the request's prompt is computed.
         is_late: whether this worker computed the prompt after its first token was due.
+        num_held_tokens: KV tokens that the request had when it last reported output; 0 before.
     """
 
     num_kv_tokens: int
@@ -27,6 +28,7 @@ class _Decode:
     num_mean_tokens: int
     has_arrived: bool = False
     is_late: bool = False
+    num_held_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -41,8 +43,9 @@ class DecodeSet:
         num_late: number of decodes whose prompts this worker computed too late.
         reserved_tokens: KV tokens of all decodes including their expected output.
         parkable_tokens: part of reserved_tokens that belongs to decodes that may be parked.
-        mean_tokens: KV tokens that all decodes have on average, and that a step attends to on
-            average; `reserved_tokens` is the maximum.
+        mean_tokens: KV tokens that all decodes are predicted to have on average;
+            `reserved_tokens` is the maximum.
+        held_tokens: KV tokens that all decodes had when they last reported output.
     """
 
     num_arrived: int = 0
@@ -51,6 +54,7 @@ class DecodeSet:
     reserved_tokens: int = 0
     parkable_tokens: int = 0
     mean_tokens: int = 0
+    held_tokens: int = 0
     _decodes: dict[RequestKey, _Decode] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -64,10 +68,20 @@ class DecodeSet:
         """
         return not self.num_interactive or self.num_interactive == len(self._decodes)
 
+    @property
+    def step_tokens(self) -> int:
+        """KV tokens that a decode step attends to, in the near future.
+
+        The prediction is too small if outputs have become longer than those that have ended so far,
+        and after many outputs have begun at the same time.
+        """
+        return max(self.mean_tokens, self.held_tokens)
+
     def after_parking(self) -> tuple[int, int]:
-        """Number and mean KV tokens of the decodes that may not be parked."""
+        """Number of the decodes that may not be parked, and their `step_tokens`."""
         staying = [one for one in self._decodes.values() if not one.can_be_parked]
-        return len(staying), sum(one.num_mean_tokens for one in staying)
+        mean_tokens = sum(one.num_mean_tokens for one in staying)
+        return len(staying), max(mean_tokens, sum(one.num_held_tokens for one in staying))
 
     def add(
         self,
@@ -109,6 +123,13 @@ class DecodeSet:
         decode = self._decodes.get(request)
         return decode.num_kv_tokens if decode is not None and decode.can_be_parked else 0
 
+    def record_tokens(self, request: RequestKey, num_tokens: int) -> None:
+        """Records the KV tokens that a decode has now; ignores unknown requests."""
+        decode = self._decodes.get(request)
+        if decode is not None:
+            self.held_tokens += num_tokens - decode.num_held_tokens
+            decode.num_held_tokens = num_tokens
+
     def outgrows(self, request: RequestKey, num_kv_tokens: int) -> bool:
         """Whether a decode needs more KV tokens than are reserved for it."""
         decode = self._decodes.get(request)
@@ -131,6 +152,7 @@ class DecodeSet:
         self.num_interactive -= decode.is_interactive
         self.num_late -= decode.is_late
         self.mean_tokens -= decode.num_mean_tokens
+        self.held_tokens -= decode.num_held_tokens
         self.parkable_tokens -= decode.num_kv_tokens if decode.can_be_parked else 0
         self.reserved_tokens -= decode.num_kv_tokens
         return decode.is_interactive
@@ -143,5 +165,6 @@ class DecodeSet:
         assert self.num_late == sum(one.is_late for one in decodes)
         assert self.reserved_tokens == sum(one.num_kv_tokens for one in decodes)
         assert self.mean_tokens == sum(one.num_mean_tokens for one in decodes)
+        assert self.held_tokens == sum(one.num_held_tokens for one in decodes)
         parkable = sum(one.num_kv_tokens for one in decodes if one.can_be_parked)
         assert self.parkable_tokens == parkable

@@ -115,6 +115,8 @@ class WorkerLoad:
     ) -> float:
         """Predicted seconds per decode step with the KV tokens that decodes have on average.
 
+        If the decodes have more tokens now, these count.
+
         Args:
             num_requests: number of decodes to add.
             num_tokens: KV tokens that they have on average.
@@ -122,7 +124,7 @@ class WorkerLoad:
         """
         return self.traits.latency.decode_step_s(
             counted_share * len(self.decodes) + num_requests,
-            counted_share * self.decodes.mean_tokens + num_tokens,
+            counted_share * self.decodes.step_tokens + num_tokens,
         )
 
     def mean_step_after_parking_s(self, num_requests: int, num_tokens: int) -> float:
@@ -231,7 +233,7 @@ class WorkerLoad:
         limit_s = math.inf
         if self.decodes.num_interactive:
             limit_s = targets.expected_limit_s(self.mean_step_s(), self.single_step_s)
-        streams = Streams(len(self.decodes), self.decodes.mean_tokens, limit_s)
+        streams = Streams(len(self.decodes), self.decodes.step_tokens, limit_s)
         speed = prompt_speed(model, targets, streams, self.prompt_share)
         if speed != self.prompt_speed:
             self._prompts.advance(now, self.prompt_speed)
