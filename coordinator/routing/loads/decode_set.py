@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton.coordinator.routing.loads.kv_forecast import KvForecast, KvForecasts
+
 
 @dataclass(slots=True)
 class _Decode:
     """A request assigned to a decode worker.
 
     Attributes:
-        num_kv_tokens: KV tokens reserved for the request.
+        num_kv_tokens: KV tokens that few requests like this one exceed.
+        forecast: its KV tokens after further steps.
         is_interactive: whether it is known to be an interactive request, for which batch requests
             may be parked.
         can_be_parked: whether it is a batch request that may be parked for interactive ones.
@@ -23,6 +26,7 @@ class _Decode:
     is_interactive: bool
     can_be_parked: bool
     num_mean_tokens: int
+    forecast: KvForecast
     has_arrived: bool = False
     is_late: bool = False
 
@@ -37,7 +41,8 @@ class DecodeSet:
         num_arrived: number of decodes whose prompts are computed.
         num_interactive: number of decodes that are known to be interactive.
         num_late: number of decodes whose prompts this worker computed too late.
-        reserved_tokens: KV tokens of all decodes including their expected output.
+        reserved_tokens: sum of the largest KV tokens that decodes are expected to reach. They reach
+            them at different times; see `peak_tokens`.
         parkable_tokens: part of reserved_tokens that belongs to decodes that may be parked.
         mean_tokens: KV tokens that all decodes have on average, and that a step attends to on
             average; `reserved_tokens` is the maximum.
@@ -50,9 +55,20 @@ class DecodeSet:
     parkable_tokens: int = 0
     mean_tokens: int = 0
     _decodes: dict[str, _Decode] = field(default_factory=dict)
+    _forecasts: KvForecasts = field(default_factory=KvForecasts)
 
     def __len__(self) -> int:
         return len(self._decodes)
+
+    @property
+    def peak_tokens(self) -> int:
+        """KV tokens that the decodes need together at most."""
+        return self._forecasts.peak_tokens
+
+    @property
+    def safe_tokens(self) -> int:
+        """The same with a large margin."""
+        return self._forecasts.safe_tokens
 
     @property
     def batch_may_join(self) -> bool:
@@ -75,14 +91,18 @@ class DecodeSet:
         is_interactive: bool = False,
         can_be_parked: bool = False,
         num_mean_tokens: int | None = None,
+        forecast: KvForecast | None = None,
     ) -> None:
         """Adds a decode; see `FleetView.assign_decode` for the arguments."""
         assert request_id not in self._decodes
         if num_mean_tokens is None:
             num_mean_tokens = num_kv_tokens
+        if forecast is None:
+            forecast = KvForecast.constant(num_kv_tokens)
         self._decodes[request_id] = _Decode(
-            num_kv_tokens, is_interactive, can_be_parked, num_mean_tokens
+            num_kv_tokens, is_interactive, can_be_parked, num_mean_tokens, forecast
         )
+        self._forecasts.add(forecast)
         self.mean_tokens += num_mean_tokens
         self.num_interactive += is_interactive
         self.parkable_tokens += num_kv_tokens if can_be_parked else 0
@@ -108,13 +128,26 @@ class DecodeSet:
         return decode.num_kv_tokens if decode is not None and decode.can_be_parked else 0
 
     def outgrows(self, request_id: str, num_kv_tokens: int) -> bool:
-        """Whether a decode needs more KV tokens than are reserved for it."""
+        """Whether a decode has so many KV tokens that `grow` is due."""
         decode = self._decodes.get(request_id)
-        return decode is not None and num_kv_tokens > decode.num_kv_tokens
+        return decode is not None and (
+            num_kv_tokens > decode.num_kv_tokens or num_kv_tokens >= decode.forecast.renew_at
+        )
 
-    def grow(self, request_id: str, num_kv_tokens: int) -> None:
-        """Reserves at least this many KV tokens for a decode."""
+    def grow(self, request_id: str, num_kv_tokens: int, forecast: KvForecast | None = None) -> None:
+        """Expects at least this many KV tokens of a decode, and takes a new forecast of it.
+
+        Args:
+            request_id: ID of the decode.
+            num_kv_tokens: tokens that it will reach at least.
+            forecast: the forecast; None: it always holds these tokens.
+        """
         decode = self._decodes[request_id]
+        if forecast is None:
+            forecast = KvForecast.constant(max(num_kv_tokens, decode.num_kv_tokens))
+        self._forecasts.remove(decode.forecast)
+        self._forecasts.add(forecast)
+        decode.forecast = forecast
         num_more = max(0, num_kv_tokens - decode.num_kv_tokens)
         decode.num_kv_tokens += num_more
         self.parkable_tokens += num_more if decode.can_be_parked else 0
@@ -131,6 +164,7 @@ class DecodeSet:
         self.mean_tokens -= decode.num_mean_tokens
         self.parkable_tokens -= decode.num_kv_tokens if decode.can_be_parked else 0
         self.reserved_tokens -= decode.num_kv_tokens
+        self._forecasts.remove(decode.forecast)
         return decode.is_interactive
 
     def check_integrity(self) -> None:
@@ -143,3 +177,7 @@ class DecodeSet:
         assert self.mean_tokens == sum(one.num_mean_tokens for one in decodes)
         parkable = sum(one.num_kv_tokens for one in decodes if one.can_be_parked)
         assert self.parkable_tokens == parkable
+        forecasts = KvForecasts()
+        for one in decodes:
+            forecasts.add(one.forecast)
+        assert self.peak_tokens == forecasts.peak_tokens

@@ -86,8 +86,13 @@ class WorkerLoad:
 
     @property
     def free_tokens(self) -> int:
-        """KV tokens that no assigned request is expected to need."""
-        return self.traits.kv_tokens - self.decodes.reserved_tokens - self._unassigned_tokens
+        """KV tokens that the assigned requests are not expected to need at any time."""
+        return self.traits.kv_tokens - self.decodes.peak_tokens - self._unassigned_tokens
+
+    @property
+    def surely_free_tokens(self) -> int:
+        """The same with a large margin for outputs that become long."""
+        return self.traits.kv_tokens - self.decodes.safe_tokens - self._unassigned_tokens
 
     @property
     def chunk_step_s(self) -> float:
