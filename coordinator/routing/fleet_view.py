@@ -356,12 +356,13 @@ class FleetView:
 
     def has_room(self, entry: WorkerLoad, num_tokens: int) -> bool:
         """Whether a worker has room for this many KV tokens; one without decodes always has."""
-        needed = entry.in_blocks(num_tokens)
+        needed = entry.in_blocks(num_tokens) + entry.passing_tokens
         return self.takes_decodes(entry) and (needed <= entry.free_tokens or not entry.num_decodes)
 
     def has_safe_room(self, entry: WorkerLoad, num_tokens: int) -> bool:
         """Whether a worker has room for this many KV tokens although some outputs become long."""
-        return entry.in_blocks(num_tokens) <= entry.surely_free_tokens or not entry.num_decodes
+        needed = entry.in_blocks(num_tokens) + entry.passing_tokens
+        return needed <= entry.surely_free_tokens or not entry.num_decodes
 
     def near(self, one: WorkerKey, other: WorkerKey) -> bool:
         """Whether two workers are on one host, as far as known."""

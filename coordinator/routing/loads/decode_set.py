@@ -60,6 +60,9 @@ class DecodeSet:
     def __len__(self) -> int:
         return len(self._decodes)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._decodes
+
     @property
     def peak_tokens(self) -> int:
         """KV tokens that the decodes need together at most."""

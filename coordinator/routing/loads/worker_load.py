@@ -95,6 +95,18 @@ class WorkerLoad:
         return self.traits.kv_tokens - self.decodes.safe_tokens - self._unassigned_tokens
 
     @property
+    def passing_tokens(self) -> int:
+        """KV tokens of the longest assigned prompt whose output another worker will decode."""
+        return max(
+            (
+                prompt.num_tokens
+                for name, prompt in self._prompts.items()
+                if name not in self.decodes
+            ),
+            default=0,
+        )
+
+    @property
     def chunk_step_s(self) -> float:
         """Predicted seconds of a step that computes a whole chunk of a prompt."""
         return self.traits.latency.prefill_s(self.traits.chunk_tokens)
