@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.coordinator.routing.choices import DecodeChoice, Placement, PrefillChoice
+from baton.coordinator.routing.loads.kv_forecast import KvForecast
 from baton.coordinator.routing.loads.kv_speeds import KvSpeed, measured_speeds
 from baton.coordinator.routing.loads.load_index import LoadIndex
 from baton.coordinator.routing.loads.worker_load import WorkerLoad
@@ -227,6 +228,7 @@ class FleetView:
         is_interactive: bool = False,
         can_be_parked: bool = False,
         num_mean_tokens: int | None = None,
+        forecast: KvForecast | None = None,
     ) -> None:
         """Adds a decode to the load of its chosen worker.
 
@@ -237,7 +239,9 @@ class FleetView:
             is_interactive: whether it is an interactive request.
             can_be_parked: whether it is a batch request that may be parked for interactive ones.
             num_mean_tokens: KV tokens that the request has on average while it decodes; None: as
-                many as are reserved.
+                many as the choice says.
+            forecast: its KV tokens after further steps; None: it always has as many as the choice
+                says.
         """
         entry = self.loads.entries[choice.worker]
         entry.decodes.add(
@@ -246,6 +250,7 @@ class FleetView:
             is_interactive=is_interactive,
             can_be_parked=can_be_parked,
             num_mean_tokens=num_mean_tokens,
+            forecast=forecast,
         )
         if is_interactive:
             self._num_interactive += 1
@@ -300,14 +305,20 @@ class FleetView:
         entry.decodes.record_tokens(request, num_tokens)
 
     def outgrows(self, request: RequestKey, decode: WorkerKey | None, num_tokens: int) -> bool:
-        """Whether a request needs more KV tokens than are reserved on its worker."""
+        """Whether a request has so many KV tokens that `grow` is due."""
         entry = self.loads.get(decode)
         return entry is not None and entry.decodes.outgrows(request, num_tokens)
 
-    def grow(self, request: RequestKey, decode: WorkerKey | None, num_tokens: int) -> None:
-        """Reserves KV room for at least this many tokens of a request, in whole blocks."""
+    def grow(
+        self,
+        request: RequestKey,
+        decode: WorkerKey | None,
+        num_tokens: int,
+        forecast: KvForecast | None = None,
+    ) -> None:
+        """Expects at least this many tokens of a request, and takes a new forecast of it."""
         if (entry := self.loads.get(decode)) is not None:
-            entry.decodes.grow(request, entry.in_blocks(num_tokens))
+            entry.decodes.grow(request, entry.in_blocks(num_tokens), forecast)
             self.loads.update(entry)
 
     def release(
@@ -359,8 +370,13 @@ class FleetView:
 
     def has_room(self, entry: WorkerLoad, num_tokens: int) -> bool:
         """Whether a worker has room for this many KV tokens; one without decodes always has."""
-        needed = entry.in_blocks(num_tokens)
+        needed = entry.in_blocks(num_tokens) + entry.passing_tokens
         return self.takes_decodes(entry) and (needed <= entry.free_tokens or not entry.num_decodes)
+
+    def has_safe_room(self, entry: WorkerLoad, num_tokens: int) -> bool:
+        """Whether a worker has room for this many KV tokens although some outputs become long."""
+        needed = entry.in_blocks(num_tokens) + entry.passing_tokens
+        return needed <= entry.surely_free_tokens or not entry.num_decodes
 
     def near(self, one: WorkerKey, other: WorkerKey) -> bool:
         """Whether two workers are on one host, as far as known."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 from baton.coordinator.state.requests import Submission
 from baton.coordinator.telemetry.recent_values import RecentValues
@@ -77,6 +77,33 @@ class OutputLengths:
         else:
             total = max(2 * num_known_tokens, self._initial_tokens)
         return max(1, min(total, max_tokens) - num_known_tokens)
+
+    def goes_on(
+        self, lane: Hashable, max_tokens: int, num_known_tokens: int = 0
+    ) -> Callable[[int], float]:
+        """Returns a function: the probability that an output has more than so many further tokens.
+
+        Args:
+            lane: lane of the request.
+            max_tokens: limit of the whole output.
+            num_known_tokens: tokens generated so far. Only recent outputs longer than this count;
+                if there are none, the output surely reaches what `expected` predicts.
+        """
+        recent = self._recent.get(lane)
+        ordered = recent.ordered if recent is not None else []
+        longer = len(ordered) - bisect_right(ordered, num_known_tokens)
+        num_left = max(1, max_tokens - num_known_tokens)
+        if not longer:
+            num_left = min(num_left, self.expected(lane, max_tokens, num_known_tokens))
+
+        def share(num_further: int) -> float:
+            if num_further >= num_left:
+                return 0.0
+            if not longer:
+                return 1.0
+            return (len(ordered) - bisect_right(ordered, num_known_tokens + num_further)) / longer
+
+        return share
 
 
 def max_output_tokens(submission: Submission, max_model_len: int) -> int:

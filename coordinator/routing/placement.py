@@ -257,6 +257,7 @@ class Placer:
                 is_interactive=is_interactive,
                 can_be_parked=can_be_parked and not is_interactive,
                 num_mean_tokens=self._needs.mean_tokens(request),
+                forecast=self._needs.kv_forecast(request),
             )
             if is_interactive:
                 self._crowded[placement.decode.worker] = None
@@ -274,6 +275,7 @@ class Placer:
             submission.session,
             is_interactive=is_interactive,
             can_be_parked=not is_interactive,
+            forecast=self._needs.kv_forecast(request),
         )
         self.view.first_token(request.key, request.prefill, request.decode)
 
@@ -295,7 +297,8 @@ class Placer:
         self.view.record_tokens(request.key, decode, request.num_tokens)
         if self.view.outgrows(request.key, decode, request.num_prompt_tokens + num_output):
             num_output = min(num_output, self._needs.most_output_tokens(request.submission))
-            self.view.grow(request.key, decode, request.num_prompt_tokens + num_output)
+            num_tokens = request.num_prompt_tokens + num_output
+            self.view.grow(request.key, decode, num_tokens, self._needs.kv_forecast(request))
 
     def released(self, request: Request) -> None:
         """Removes a request from the load of its workers."""

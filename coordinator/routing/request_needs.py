@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from baton.coordinator.routing.loads.kv_forecast import KvForecast
 from baton.coordinator.routing.output_lengths import OutputLengths, max_output_tokens
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.lanes import Lane
@@ -77,6 +78,14 @@ class RequestNeeds:
         submission = request.submission
         mean = self._outputs.mean_of_running(submission.lane, self.most_output_tokens(submission))
         return request.num_tokens + round(mean / 2)
+
+    def kv_forecast(self, request: Request) -> KvForecast:
+        """Forecasts the KV tokens of the request while it decodes."""
+        submission, num_output = request.submission, len(request.token_ids)
+        goes_on = self._outputs.goes_on(
+            submission.lane, self.most_output_tokens(submission), num_output
+        )
+        return KvForecast.of(request.num_tokens, num_output, goes_on)
 
     def decode(self, request: Request) -> DecodeNeeds:
         """The needs of the request's output, with the limit of a step in a cell of fixed roles."""

@@ -259,7 +259,7 @@ def test_batch_outputs_make_room_as_often_as_interactive_requests_need_it():
     batch = [made.submit(500, 7000, lane=BATCH) for _ in range(24)]
     answered = []
     for _ in range(150):
-        answered.append(made.submit(1000, 20))
+        answered.append(made.submit(1000, 60))
         made.run(made.now + 1)
     made.run(made.now + 1)
     assert max(one.ttft_s for one in answered) < 1.0

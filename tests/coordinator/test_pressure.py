@@ -164,7 +164,7 @@ def test_overload_of_the_decode_workers_is_refused_too():
     made = cell(shape=replace(SHAPE, kv_tokens=20_000), ttft_ms=600)
     begin, end = made.now + 15, made.now + 15 + LASTS_S
     made.poisson(
-        80,
+        100,
         made.now,
         end,
         lambda: made.submit(made.random.randint(50, 150), made.random.randint(200, 400)),

@@ -161,6 +161,8 @@ class ElasticDecodeChoices:
                 rank = _Rank(_Kind.EMPTY, load.queued_s(self._view.now), is_other)
             else:
                 rank = _rank(load, demand, share, limits, is_needed=load.key in needed)
+            if not self._view.has_safe_room(load, demand.num_tokens + demand.num_output_tokens):
+                rank = max(rank, _Rank(_Kind.SLOW, load.mean_step_s()))
             with_room.append(candidate)
             if rank < best_rank:
                 best, best_rank = candidate, rank

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton.coordinator.routing.loads.kv_forecast import KvForecast, KvForecasts
 from baton.coordinator.state.requests import RequestKey
+
+# Decodes count with the tokens that they hold if these are this many times as many as predicted:
+# smaller differences come and go with the ages of the decodes.
+_MORE = 1.1
 
 
 @dataclass(slots=True)
@@ -12,7 +17,8 @@ class _Decode:
     """A request assigned to a decode worker.
 
     Attributes:
-        num_kv_tokens: KV tokens reserved for the request.
+        num_kv_tokens: KV tokens that few requests like this one exceed.
+        forecast: its KV tokens after further steps.
         is_interactive: whether it is known to be an interactive request, for which batch requests
             may be parked.
         can_be_parked: whether it is a batch request that may be parked for interactive ones.
@@ -26,6 +32,7 @@ class _Decode:
     is_interactive: bool
     can_be_parked: bool
     num_mean_tokens: int
+    forecast: KvForecast
     has_arrived: bool = False
     is_late: bool = False
     num_held_tokens: int = 0
@@ -41,7 +48,8 @@ class DecodeSet:
         num_arrived: number of decodes whose prompts are computed.
         num_interactive: number of decodes that are known to be interactive.
         num_late: number of decodes whose prompts this worker computed too late.
-        reserved_tokens: KV tokens of all decodes including their expected output.
+        reserved_tokens: sum of the largest KV tokens that decodes are expected to reach. They reach
+            them at different times; see `peak_tokens`.
         parkable_tokens: part of reserved_tokens that belongs to decodes that may be parked.
         mean_tokens: KV tokens that all decodes are predicted to have on average;
             `reserved_tokens` is the maximum.
@@ -56,9 +64,23 @@ class DecodeSet:
     mean_tokens: int = 0
     held_tokens: int = 0
     _decodes: dict[RequestKey, _Decode] = field(default_factory=dict)
+    _forecasts: KvForecasts = field(default_factory=KvForecasts)
 
     def __len__(self) -> int:
         return len(self._decodes)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._decodes
+
+    @property
+    def peak_tokens(self) -> int:
+        """KV tokens that the decodes need together at most."""
+        return self._forecasts.peak_tokens
+
+    @property
+    def safe_tokens(self) -> int:
+        """The same with a large margin."""
+        return self._forecasts.safe_tokens
 
     @property
     def batch_may_join(self) -> bool:
@@ -75,13 +97,14 @@ class DecodeSet:
         The prediction is too small if outputs have become longer than those that have ended so far,
         and after many outputs have begun at the same time.
         """
-        return max(self.mean_tokens, self.held_tokens)
+        return _step_tokens(self.mean_tokens, self.held_tokens)
 
     def after_parking(self) -> tuple[int, int]:
         """Number of the decodes that may not be parked, and their `step_tokens`."""
         staying = [one for one in self._decodes.values() if not one.can_be_parked]
         mean_tokens = sum(one.num_mean_tokens for one in staying)
-        return len(staying), max(mean_tokens, sum(one.num_held_tokens for one in staying))
+        held_tokens = sum(one.num_held_tokens for one in staying)
+        return len(staying), _step_tokens(mean_tokens, held_tokens)
 
     def add(
         self,
@@ -91,14 +114,18 @@ class DecodeSet:
         is_interactive: bool = False,
         can_be_parked: bool = False,
         num_mean_tokens: int | None = None,
+        forecast: KvForecast | None = None,
     ) -> None:
         """Adds a decode; see `FleetView.assign_decode` for the arguments."""
         assert request not in self._decodes
         if num_mean_tokens is None:
             num_mean_tokens = num_kv_tokens
+        if forecast is None:
+            forecast = KvForecast.constant(num_kv_tokens)
         self._decodes[request] = _Decode(
-            num_kv_tokens, is_interactive, can_be_parked, num_mean_tokens
+            num_kv_tokens, is_interactive, can_be_parked, num_mean_tokens, forecast
         )
+        self._forecasts.add(forecast)
         self.mean_tokens += num_mean_tokens
         self.num_interactive += is_interactive
         self.parkable_tokens += num_kv_tokens if can_be_parked else 0
@@ -131,13 +158,28 @@ class DecodeSet:
             decode.num_held_tokens = num_tokens
 
     def outgrows(self, request: RequestKey, num_kv_tokens: int) -> bool:
-        """Whether a decode needs more KV tokens than are reserved for it."""
+        """Whether a decode has so many KV tokens that `grow` is due."""
         decode = self._decodes.get(request)
-        return decode is not None and num_kv_tokens > decode.num_kv_tokens
+        return decode is not None and (
+            num_kv_tokens > decode.num_kv_tokens or num_kv_tokens >= decode.forecast.renew_at
+        )
 
-    def grow(self, request: RequestKey, num_kv_tokens: int) -> None:
-        """Reserves at least this many KV tokens for a decode."""
+    def grow(
+        self, request: RequestKey, num_kv_tokens: int, forecast: KvForecast | None = None
+    ) -> None:
+        """Expects at least this many KV tokens of a decode, and takes a new forecast of it.
+
+        Args:
+            request: the decode.
+            num_kv_tokens: tokens that it will reach at least.
+            forecast: the forecast; None: it always holds these tokens.
+        """
         decode = self._decodes[request]
+        if forecast is None:
+            forecast = KvForecast.constant(max(num_kv_tokens, decode.num_kv_tokens))
+        self._forecasts.remove(decode.forecast)
+        self._forecasts.add(forecast)
+        decode.forecast = forecast
         num_more = max(0, num_kv_tokens - decode.num_kv_tokens)
         decode.num_kv_tokens += num_more
         self.parkable_tokens += num_more if decode.can_be_parked else 0
@@ -155,6 +197,7 @@ class DecodeSet:
         self.held_tokens -= decode.num_held_tokens
         self.parkable_tokens -= decode.num_kv_tokens if decode.can_be_parked else 0
         self.reserved_tokens -= decode.num_kv_tokens
+        self._forecasts.remove(decode.forecast)
         return decode.is_interactive
 
     def check_integrity(self) -> None:
@@ -168,3 +211,11 @@ class DecodeSet:
         assert self.held_tokens == sum(one.num_held_tokens for one in decodes)
         parkable = sum(one.num_kv_tokens for one in decodes if one.can_be_parked)
         assert self.parkable_tokens == parkable
+        forecasts = KvForecasts()
+        for one in decodes:
+            forecasts.add(one.forecast)
+        assert self.peak_tokens == forecasts.peak_tokens
+
+
+def _step_tokens(predicted: int, held: int) -> int:
+    return held if held > _MORE * predicted else predicted

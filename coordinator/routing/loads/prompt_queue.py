@@ -92,6 +92,10 @@ class PromptQueue:
         """Yields the prompts in the order of arrival."""
         return iter(self._prompts.values())
 
+    def items(self) -> Iterable[tuple[str, QueuedPrompt]]:
+        """Returns the prompts by name, in the order of arrival."""
+        return self._prompts.items()
+
     @property
     def first(self) -> QueuedPrompt | None:
         """The prompt that arrived first; None: there is no prompt."""

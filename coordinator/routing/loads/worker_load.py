@@ -86,8 +86,19 @@ class WorkerLoad:
 
     @property
     def free_tokens(self) -> int:
-        """KV tokens that no assigned request is expected to need."""
-        return self.traits.kv_tokens - self.decodes.reserved_tokens - self._unassigned_tokens
+        """KV tokens that the assigned requests are not expected to need at any time."""
+        return self.traits.kv_tokens - self.decodes.peak_tokens - self._unassigned_tokens
+
+    @property
+    def surely_free_tokens(self) -> int:
+        """The same with a large margin for outputs that become long."""
+        return self.traits.kv_tokens - self.decodes.safe_tokens - self._unassigned_tokens
+
+    @property
+    def passing_tokens(self) -> int:
+        """KV tokens of the longest assigned prompt whose output another worker will decode."""
+        prompts = self._prompts.items()
+        return max((one.num_tokens for key, one in prompts if key not in self.decodes), default=0)
 
     @property
     def chunk_step_s(self) -> float:

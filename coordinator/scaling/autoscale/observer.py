@@ -217,7 +217,7 @@ class Observer:
             num_decodes=num_decodes,
             num_without_targets=num_without_targets,
             num_in_prefill=num_decodes - sum(entry.decodes.num_arrived for entry in loads),
-            reserved_tokens=sum(entry.decodes.reserved_tokens for entry in loads),
+            reserved_tokens=sum(entry.decodes.peak_tokens for entry in loads),
             kv_tokens=min((entry.traits.kv_tokens for entry in loads), default=0),
             most_requests=min(map(view.loads.most_decodes, loads), default=0),
             itl_s=_percentile(gaps, percentile) if gaps else None,

@@ -109,7 +109,7 @@ class DecodeLoad:
     Attributes:
         num_decodes: assigned requests, including those still in prefill.
         num_in_prefill: assigned requests that are still in prefill.
-        reserved_tokens: KV tokens reserved for all assigned requests with their expected output.
+        reserved_tokens: KV tokens that all assigned requests need with their expected outputs.
         kv_tokens: KV tokens of one worker's cache.
         most_requests: maximum number of requests per worker regardless of KV room; 0: unknown.
         itl_s: measured step time at the target's percentile of the latest steps; None: no steps.
