@@ -4,13 +4,10 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from baton.cli.main import main
-
-sys.path.append(str(Path(__file__).parents[1] / "security"))
 
 # Timeout in seconds that only bounds a command that hangs.
 TIMEOUT_S = 120

@@ -13,7 +13,6 @@ import grpc
 import pytest
 import typer
 from google.protobuf.timestamp_pb2 import Timestamp
-from tcp_relay import Relay
 
 from baton.cli import cache, exit_codes, pool_sizes, rollout, watch
 from baton.cli.admin_calls import call_admin
@@ -22,6 +21,7 @@ from baton.client import AdminClient, errors
 from baton.runtime.errors import Aborted, DeadlineExceeded, FailedPrecondition
 from baton.runtime.network import rpc
 from baton.v1 import admin_pb2, admin_pb2_grpc, common_pb2
+from tests.security.tcp_relay import Relay
 
 WAIT_S = 120.0
 

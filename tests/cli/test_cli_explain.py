@@ -2,8 +2,6 @@
 
 import json
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import typer
@@ -11,10 +9,7 @@ import typer
 from baton.cli import doctor, explain
 from baton.coordinator.state import events as ev
 from baton.v1 import admin_pb2, common_pb2
-
-sys.path.append(str(Path(__file__).parents[1] / "coordinator"))
-
-from live_status import LiveCell
+from tests.coordinator.live_status import LiveCell
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 import dataclasses
 import io
 import re
-import sys
-from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
@@ -16,10 +14,7 @@ from baton.cli.top_view import draw
 from baton.client.doctor import diagnose
 from baton.client.watcher import View
 from baton.v1 import admin_pb2, common_pb2
-
-sys.path.append(str(Path(__file__).parents[1] / "coordinator"))
-
-from live_status import LiveCell
+from tests.coordinator.live_status import LiveCell
 
 SIZES = [(80, 24), (100, 30), (120, 24), (200, 60)]
 

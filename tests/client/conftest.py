@@ -5,18 +5,11 @@ therefore so long that they only bound hangs; a test of a timeout moves the cloc
 `scripted_inference.advance_clock`.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
 import pytest_asyncio
 
 from baton.client import BatonClient, BlockingClient, session_manager
-
-# With import-mode=importlib a folder's helper modules are not importable by themselves.
-sys.path.append(str(Path(__file__).parent))
-
-from scripted_inference import TIMEOUT_S, ScriptedInference, serving
+from tests.client.scripted_inference import TIMEOUT_S, ScriptedInference, serving
 
 
 @pytest.fixture(autouse=True)

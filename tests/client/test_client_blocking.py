@@ -6,10 +6,10 @@ import sys
 import threading
 
 import pytest
-from scripted_inference import TIMEOUT_S, accepted, delta, finished, set_serving
 
 from baton.client import BlockingClient, Finished, Tokens
 from baton.client.errors import InvalidArgumentError, RequestCancelledError
+from tests.client.scripted_inference import TIMEOUT_S, accepted, delta, finished, set_serving
 
 
 def live_threads():

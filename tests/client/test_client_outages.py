@@ -9,16 +9,6 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
-from scripted_inference import (
-    TIMEOUT_S,
-    ScriptedInference,
-    advance_clock,
-    finish,
-    flowing,
-    lost,
-    rest,
-    serving,
-)
 
 from baton.client import BatonClient, BlockingClient
 from baton.client.errors import (
@@ -32,6 +22,16 @@ from baton.client.retry_policy import MAX_LOSSES_WITHOUT_PROGRESS
 from baton.client.session import Session
 from baton.runtime import errors
 from baton.runtime.network import rpc
+from tests.client.scripted_inference import (
+    TIMEOUT_S,
+    ScriptedInference,
+    advance_clock,
+    finish,
+    flowing,
+    lost,
+    rest,
+    serving,
+)
 
 
 async def outage(timeout_s=None, **arguments):

@@ -4,20 +4,6 @@ import asyncio
 
 import pytest
 from google.rpc import code_pb2
-from scripted_inference import (
-    TIMEOUT_S,
-    ScriptedInference,
-    accepted,
-    advance_clock,
-    delta,
-    failed,
-    finish,
-    finished,
-    flowing,
-    rest,
-    retried_until,
-    serving,
-)
 
 from baton.client import BatonClient
 from baton.client.errors import (
@@ -31,6 +17,20 @@ from baton.client.errors import (
 )
 from baton.client.retry_policy import MAX_LOSSES_WITHOUT_PROGRESS
 from baton.runtime import errors
+from tests.client.scripted_inference import (
+    TIMEOUT_S,
+    ScriptedInference,
+    accepted,
+    advance_clock,
+    delta,
+    failed,
+    finish,
+    finished,
+    flowing,
+    rest,
+    retried_until,
+    serving,
+)
 
 PASSING = [
     errors.AlreadyExists("request r1 is running"),

@@ -6,12 +6,12 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_inference import accepted, delta, finished
 
 from baton.client import Accepted, Finished, Tokens
 from baton.client.client_request import TRANSITIONS, ClientRequest, RequestPhase
 from baton.client.errors import make
 from baton.v1 import inference_pb2
+from tests.client.scripted_inference import accepted, delta, finished
 
 
 @st.composite

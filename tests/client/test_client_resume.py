@@ -9,9 +9,13 @@ import sys
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
-import scripted_inference
 from google.rpc import code_pb2
-from scripted_inference import (
+
+from baton.client import BatonClient, BlockingClient, Finished, Tokens, session_manager
+from baton.client.errors import DeadlineExceededError, UnavailableError
+from baton.runtime import errors
+from tests.client import scripted_inference
+from tests.client.scripted_inference import (
     TIMEOUT_S,
     ScriptedInference,
     accepted,
@@ -26,10 +30,6 @@ from scripted_inference import (
     set_serving,
     unused_address,
 )
-
-from baton.client import BatonClient, BlockingClient, Finished, Tokens, session_manager
-from baton.client.errors import DeadlineExceededError, UnavailableError
-from baton.runtime import errors
 
 
 @asynccontextmanager

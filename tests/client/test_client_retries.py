@@ -3,15 +3,6 @@
 import asyncio
 
 import pytest
-from scripted_inference import (
-    TIMEOUT_S,
-    accepted,
-    advance_clock,
-    delta,
-    failed,
-    finished,
-    rest,
-)
 
 from baton.client import BatonClient, BlockingClient
 from baton.client.errors import (
@@ -22,6 +13,15 @@ from baton.client.errors import (
     UnavailableError,
 )
 from baton.runtime import errors
+from tests.client.scripted_inference import (
+    TIMEOUT_S,
+    accepted,
+    advance_clock,
+    delta,
+    failed,
+    finished,
+    rest,
+)
 
 
 def busy(retry_after_s):

@@ -4,18 +4,6 @@ import asyncio
 import gc
 
 import pytest
-from scripted_inference import (
-    TIMEOUT_S,
-    accepted,
-    advance_clock,
-    delta,
-    failed,
-    finished,
-    retried_until,
-    serving,
-    set_serving,
-    unused_address,
-)
 
 from baton.client import Accepted, BatonClient, ChatMessage, Finished, Slo, Tokens, Usage
 from baton.client.errors import (
@@ -30,6 +18,18 @@ from baton.client.errors import (
 from baton.runtime import errors
 from baton.runtime.network import rpc
 from baton.v1 import common_pb2
+from tests.client.scripted_inference import (
+    TIMEOUT_S,
+    accepted,
+    advance_clock,
+    delta,
+    failed,
+    finished,
+    retried_until,
+    serving,
+    set_serving,
+    unused_address,
+)
 
 
 async def gathered(stream):

@@ -13,9 +13,9 @@ from importlib import metadata
 from pathlib import Path
 
 import httpx2 as httpx
-from baton_command import Process
 
 from baton import models
+from tests.gateway.baton_command import Process
 
 ENVIRONMENT = Path(__file__).parents[2] / ".venv-clients"
 MODEL, MODEL_DIRECTORY = "glossary", Path(models.__file__).parent / "glossary"

@@ -5,16 +5,22 @@ Each test runs one client and adds a row to the table that is printed at the end
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "gateway"))
-sys.path.append(str(Path(__file__).parent))
-
-from client_runs import ANSWER, COMMAND, ENVIRONMENT, QUESTION, RESULT, Baton, Row, call, started
+from tests.clients.client_runs import (
+    ANSWER,
+    COMMAND,
+    ENVIRONMENT,
+    QUESTION,
+    RESULT,
+    Baton,
+    Row,
+    call,
+    started,
+)
 
 # Routes that say nothing about a client.
 _NOT_COUNTED = ("/metrics", "/health", "other")

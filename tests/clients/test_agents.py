@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from client_runs import ANSWER, COMMAND, ENVIRONMENT, MODEL, QUESTION, RESULT
+
+from tests.clients.client_runs import ANSWER, COMMAND, ENVIRONMENT, MODEL, QUESTION, RESULT
 
 
 def program(pattern):

@@ -2,9 +2,8 @@
 
 import json
 
-from client_runs import ENVIRONMENT, MODEL, version_of
-
 from baton.models.corpus import load
+from tests.clients.client_runs import ENVIRONMENT, MODEL, version_of
 
 NUM_QUESTIONS = 4
 

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import anthropic
 import openai
-from client_runs import ANSWER, COMMAND, ENVIRONMENT, MODEL, QUESTION, RESULT, version_of
+
+from tests.clients.client_runs import (
+    ANSWER,
+    COMMAND,
+    ENVIRONMENT,
+    MODEL,
+    QUESTION,
+    RESULT,
+    version_of,
+)
 
 TURN = {"role": "user", "content": f"{QUESTION} (SDK)"}
 SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}}

@@ -5,7 +5,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from client_runs import ENVIRONMENT, MODEL, MODEL_DIRECTORY, version_of
+from tests.clients.client_runs import ENVIRONMENT, MODEL, MODEL_DIRECTORY, version_of
 
 NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUT = 6, 20, 16
 BIN = ENVIRONMENT / "bin"

@@ -3,9 +3,9 @@
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from processes import ADAPTERS, Cluster
 
 from baton.runtime import demo_model
+from tests.cluster.processes import ADAPTERS, Cluster
 
 
 @pytest.fixture(scope="session")

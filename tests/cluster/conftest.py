@@ -1,4 +1,3 @@
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -6,11 +5,8 @@ from pathlib import Path
 import pytest
 
 from baton.client import BatonClient
-
-sys.path.append(str(Path(__file__).parent))
-
-from cluster_fixtures import cluster, model, shared_cluster
-from processes import Cluster, UpCluster
+from tests.cluster.cluster_fixtures import cluster, model, shared_cluster
+from tests.cluster.processes import Cluster, UpCluster
 
 __all__ = ["cluster", "model", "shared_cluster"]
 

@@ -12,11 +12,10 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from processes import COMMAND, START_S, Cluster
-
 from baton.client import AdminClient, BatonClient, Tokens
 from baton.runtime.network import rpc
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2
+from tests.cluster.processes import COMMAND, START_S, Cluster
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 # Pools shrink only after two minutes of low load.

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import psutil
 import yaml
-from fork_server import Command, fork_server
 
 from baton.client import AdminClient, BatonClient
 from baton.engine.sim_tokens import Vocabulary, expected_tokens
 from baton.runtime.closing import Closing
+from tests.cluster.fork_server import Command, fork_server
 
 HEARTBEAT_S = 0.1
 START_S = 200.0

@@ -3,9 +3,9 @@
 import asyncio
 
 import pytest
-from processes import ADAPTERS
 
 from baton.client.errors import NotFoundError
+from tests.cluster.processes import ADAPTERS
 
 NAMES = ("", *ADAPTERS)
 

@@ -4,12 +4,12 @@ import asyncio
 import signal
 
 import pytest
-from worker_parts import Remains, family, stopped
 
 from baton.client import AdminClient, BatonClient, Tokens
 from baton.client.errors import UnavailableError
 from baton.runtime.durations import to_seconds
 from baton.v1 import admin_pb2
+from tests.vllm.worker_parts import Remains, family, stopped
 
 PROMPT = list(range(5, 305))
 # Timeout of a wait in seconds; it only bounds a test that hangs.

@@ -5,9 +5,12 @@ import itertools
 import time
 
 import pytest
-from processes import Cluster
-from vllm_relay import Hold, Relay, as_it_is
-from worker_parts import (
+
+from baton.client import AdminClient, BatonClient, Tokens
+from baton.client.errors import UnavailableError
+from tests.cluster.processes import Cluster
+from tests.vllm.vllm_relay import Hold, Relay, as_it_is
+from tests.vllm.worker_parts import (
     Remains,
     family,
     forgotten_by,
@@ -16,9 +19,6 @@ from worker_parts import (
     stopped,
     transfer_service,
 )
-
-from baton.client import AdminClient, BatonClient, Tokens
-from baton.client.errors import UnavailableError
 
 # Each prompt begins with another token, so the prefix cache never has a part of a new prompt.
 PROMPTS = ([salt, *range(5, 305)] for salt in itertools.count(5))

@@ -5,7 +5,6 @@ import base64
 import signal
 
 import pytest
-from test_cluster_deaths import DYING, completed, worker_of
 
 from baton.client import BatonClient, ChatMessage, Tokens
 from baton.client.errors import InvalidArgumentError, ResourceExhaustedError
@@ -13,6 +12,7 @@ from baton.client.request import build
 from baton.engine.sim_images import ImageRenderer
 from baton.engine.sim_tokens import expected_tokens
 from baton.runtime.prompts.prompt_images import keyed_tokens
+from tests.cluster.test_cluster_deaths import DYING, completed, worker_of
 
 # The simulated engine reads no pixels, and the coordinator the first bytes only.
 PNG = b"\x89PNG\r\n\x1a\n"

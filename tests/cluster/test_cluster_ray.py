@@ -14,13 +14,9 @@ import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import load_steps
 import psutil
 import pytest
 import yaml
-from fork_server import fork_server
-from load_steps import DECODE, PREFILL, ids, until
-from processes import UpCluster
 
 from baton.client import AdminClient, BatonClient, errors
 from baton.coordinator.launchers.launcher import LaunchError
@@ -28,6 +24,10 @@ from baton.coordinator.launchers.ray_launch.launcher import DIRECTORY, PREFIX, R
 from baton.coordinator.server.server import serve
 from baton.runtime.closing import Closing
 from baton.runtime.config import parse
+from tests.cluster import load_steps
+from tests.cluster.fork_server import fork_server
+from tests.cluster.load_steps import DECODE, PREFILL, ids, until
+from tests.cluster.processes import UpCluster
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(1200)

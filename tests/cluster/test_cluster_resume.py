@@ -5,9 +5,9 @@ import json
 import subprocess
 
 import pytest
-from processes import COMMAND
 
 from baton.client import BatonClient, Tokens
+from tests.cluster.processes import COMMAND
 
 NUM_STREAMS = 30
 # The outputs take 5 s, so that all streams still run when the coordinator is restarted.

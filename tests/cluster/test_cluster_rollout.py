@@ -10,10 +10,10 @@ import signal
 import subprocess
 
 import psutil
-from processes import COMMAND, START_S
 
 from baton.client import AdminClient, BatonClient, Tokens
 from baton.v1 import admin_pb2
+from tests.cluster.processes import COMMAND, START_S
 
 # Timeout of a wait in seconds; it only bounds a test that hangs.
 SOON_S = 90.0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 
-import load_steps
 import pytest
-from load_steps import DECODE, baton, decoding, ids, prompt, until
 
 from baton.client import AdminClient, BatonClient
+from tests.cluster import load_steps
+from tests.cluster.load_steps import DECODE, baton, decoding, ids, prompt, until
 
 # Several waits for a pool that grows, each up to the limit of a worker's start.
 pytestmark = pytest.mark.timeout(900)

@@ -1,13 +1,7 @@
 """The trace of a request contains the client's traceparent and spans of all processes."""
 
-import sys
-from pathlib import Path
-
 from baton.client import BatonClient
-
-sys.path.append(str(Path(__file__).parents[1] / "runtime"))
-
-from otlp_collector import OtlpCollector
+from tests.runtime.otlp_collector import OtlpCollector
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import replace
@@ -23,14 +22,9 @@ from baton.coordinator.state.requests import StreamKey, Submission
 from baton.runtime.config import BatchLaneConfig, InteractiveLaneConfig, LanesConfig, parse
 from baton.runtime.network import rpc
 from baton.v1 import admin_pb2_grpc, cluster_pb2, common_pb2, inference_pb2_grpc, kv_transfer_pb2
-
-# With import-mode=importlib pytest does not put a test folder on sys.path; the tests import
-# helper modules of this folder by name.
-sys.path.append(str(Path(__file__).parent))
-
-from scripted_worker import attached
-from two_fleets import TwoFleets
-from two_pairs import pairs
+from tests.coordinator.scripted_worker import attached
+from tests.coordinator.two_fleets import TwoFleets
+from tests.coordinator.two_pairs import pairs
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 

@@ -6,9 +6,9 @@ import asyncio
 
 import grpc
 import pytest
-from scripted_worker import WAIT_S
 
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from tests.coordinator.scripted_worker import WAIT_S
 
 
 @pytest.fixture

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
-from virtual_cell import VirtualCell, WorkerShape
-
 from baton.coordinator.server.admin import AdminService
 from baton.coordinator.state.config import CoreConfig
 from baton.runtime.config import BatonConfig, parse
 from baton.runtime.steps.latency import LatencyModel
 from baton.v1 import admin_pb2, common_pb2
+from tests.coordinator.virtual_cell import VirtualCell, WorkerShape
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 # A prompt of 1,000 tokens takes 55 ms, a decode step of ten requests takes 10 ms.

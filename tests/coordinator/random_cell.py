@@ -18,11 +18,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from random_clients import RandomClients
-from random_conditions import draw
-from random_network import RandomNetwork
-from random_worker import DECODE, PREFILL, RandomWorker
-
 from baton.coordinator.core.core import Core
 from baton.coordinator.server.link import WorkerLink
 from baton.coordinator.state import events as ev
@@ -30,6 +25,10 @@ from baton.coordinator.state.pools import ROLE_OF, Pool
 from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.errors import BatonError
 from baton.v1 import cluster_pb2, common_pb2
+from tests.coordinator.random_clients import RandomClients
+from tests.coordinator.random_conditions import draw
+from tests.coordinator.random_network import RandomNetwork
+from tests.coordinator.random_worker import DECODE, PREFILL, RandomWorker
 
 # check_integrity costs more than handling an event; it runs once per this many events.
 _EVENTS_BETWEEN_CHECKS = 9

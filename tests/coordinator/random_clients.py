@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from google.rpc import code_pb2
-from hashed_output import NUM_TOKENS, is_last, most_tokens, text_of, undisturbed
-from random_conditions import TENANTS
 
 from baton.client.retry_policy import resume_retry_delay_s
 from baton.coordinator.state import events as ev
@@ -22,9 +20,11 @@ from baton.coordinator.state.requests import StreamKey, Submission
 from baton.runtime.errors import AlreadyExists, BatonError, RemoteError
 from baton.runtime.ttft_target import TtftTarget
 from baton.v1 import common_pb2
+from tests.coordinator.hashed_output import NUM_TOKENS, is_last, most_tokens, text_of, undisturbed
+from tests.coordinator.random_conditions import TENANTS
 
 if TYPE_CHECKING:
-    from random_cell import RandomCell
+    from tests.coordinator.random_cell import RandomCell
 
 _LANES = (common_pb2.LANE_INTERACTIVE, common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH)
 # Error reason of a request whose revision has no workers; no other revision may continue it.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from virtual_cell import WorkerShape
-
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.scaling_config import (
     PoolLimits,
@@ -24,6 +22,7 @@ from baton.runtime.config import (
     parse,
 )
 from baton.runtime.steps.latency import LatencyModel
+from tests.coordinator.virtual_cell import WorkerShape
 
 SHAPE = WorkerShape(LatencyModel.from_config(LatencyConfig()), max_num_seqs=16)
 REVISIONS = ("1", "v2", "v3")

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from random_cell import RandomCell
-from random_clients import Client
-from random_conditions import REVISIONS
-from random_worker import DECODE, PREFILL, SERVING, RandomWorker
-
 from baton.coordinator.core.core import Core
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.pools import Pool
@@ -16,6 +11,10 @@ from baton.coordinator.state.revision import Revision
 from baton.coordinator.state.scaling_config import Targets
 from baton.coordinator.state.workers import Worker
 from baton.runtime.errors import ResourceExhausted
+from tests.coordinator.random_cell import RandomCell
+from tests.coordinator.random_clients import Client
+from tests.coordinator.random_conditions import REVISIONS
+from tests.coordinator.random_worker import DECODE, PREFILL, SERVING, RandomWorker
 
 _MAX_WORKERS = 8
 

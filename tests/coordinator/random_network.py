@@ -12,14 +12,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from random_worker import RandomWorker
-
 from baton.coordinator.server.link import WorkerLink
 from baton.coordinator.state import events as ev
 from baton.v1 import cluster_pb2
+from tests.coordinator.random_worker import RandomWorker
 
 if TYPE_CHECKING:
-    from random_cell import RandomCell, RandomCoordinator
+    from tests.coordinator.random_cell import RandomCell, RandomCoordinator
 
 # Shortest and longest pause between two attempts to reach a coordinator.
 _RETRY_S = (0.05, 0.3)

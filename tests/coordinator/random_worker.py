@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from google.rpc import code_pb2
-from hashed_output import HashedOutput, is_last, most_tokens, text_of
-from random_conditions import SHAPE
 
 from baton.engine.base import EngineOutput, Finish
 from baton.runtime.durations import to_seconds
@@ -31,9 +29,11 @@ from baton.simulator.hello import hello
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 from baton.worker.attempts import Attempt
 from baton.worker.outbox import Outbox
+from tests.coordinator.hashed_output import HashedOutput, is_last, most_tokens, text_of
+from tests.coordinator.random_conditions import SHAPE
 
 if TYPE_CHECKING:
-    from random_cell import RandomCell
+    from tests.coordinator.random_cell import RandomCell
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 SERVING = cluster_pb2.WORKER_STATE_SERVING

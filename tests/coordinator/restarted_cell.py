@@ -5,8 +5,6 @@ from __future__ import annotations
 from array import array
 from dataclasses import replace
 
-from virtual_cell import VirtualCell
-
 from baton.client.retry_policy import backoff_s
 from baton.coordinator.core.core import Core
 from baton.coordinator.state import events as ev
@@ -15,6 +13,7 @@ from baton.runtime.prompts.request_digest import request_digest
 from baton.simulator.hello import hello
 from baton.v1 import cluster_pb2
 from baton.worker import attach
+from tests.coordinator.virtual_cell import VirtualCell
 
 # Time to connect to a coordinator that listens.
 _CONNECT_S = 0.03

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from launched_world import Launched
 
 from baton.coordinator.server.admin_rollout import RolloutCalls
 from baton.coordinator.server.admin_scaling import ScalingCalls
@@ -13,6 +12,7 @@ from baton.coordinator.state.revision import Revision
 from baton.runtime import errors
 from baton.runtime.config import BatonConfig
 from baton.v1 import admin_pb2, common_pb2
+from tests.coordinator.launched_world import Launched
 
 STOP = common_pb2.FINISH_REASON_STOP
 

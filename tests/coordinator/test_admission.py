@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from virtual_cell import VirtualCell, WorkerShape
 
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
 from baton.runtime.config import BatchLaneConfig, LanesConfig, parse
 from baton.runtime.steps.latency import LatencyModel
 from baton.v1 import common_pb2
+from tests.coordinator.virtual_cell import VirtualCell, WorkerShape
 
 BATCH = common_pb2.LANE_BATCH
 # A prompt token takes 0.1 ms.

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from virtual_cell import VirtualCell, WorkerShape, hello
 
 from baton.coordinator.scaling.autoscale.numbers import numbers
 from baton.coordinator.scaling.autoscale.types import Phase, WorkerView
@@ -21,6 +20,7 @@ from baton.runtime.config import parse
 from baton.runtime.config_error import ConfigError
 from baton.runtime.steps.latency import LatencyModel
 from baton.v1 import cluster_pb2, common_pb2
+from tests.coordinator.virtual_cell import VirtualCell, WorkerShape, hello
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 MODEL = LatencyModel(0.005, 0.0001, 0.0, 0.010, 0.0001, 1e-7)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from two_pairs import crash, decodes, hear_all_but, latest, prefills
 
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import RequestState
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from tests.coordinator.two_pairs import crash, decodes, hear_all_but, latest, prefills
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH

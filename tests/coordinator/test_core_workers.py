@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from launched_world import Launched
 from prometheus_client import generate_latest
 
 from baton.coordinator.server.metrics import registry
@@ -14,6 +13,7 @@ from baton.runtime import errors
 from baton.runtime.config import BatonConfig
 from baton.runtime.prompts.block_hashes import block_hashes, root_of
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from tests.coordinator.launched_world import Launched
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 

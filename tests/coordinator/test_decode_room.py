@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from virtual_cell import Outcome, VirtualCell, WorkerShape
 
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.requests import RequestState
 from baton.runtime.config import LaneTargetsConfig, TargetsConfig, parse
 from baton.runtime.steps.latency import LatencyModel
 from baton.v1 import cluster_pb2, common_pb2
+from tests.coordinator.virtual_cell import Outcome, VirtualCell, WorkerShape
 
 INTERACTIVE, BATCH = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH
 MODEL = LatencyModel(0.005, 0.0001, 0.0, 0.010, 0.0001, 1e-7)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from live_status import MODEL, PREFILL, LiveCell
-from virtual_cell import WorkerShape
 
 from baton.client import doctor
 from baton.client.doctor import Kind
@@ -15,6 +13,8 @@ from baton.coordinator.state import events as ev
 from baton.coordinator.state.scaling_config import Targets
 from baton.runtime.durations import to_seconds
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2, kv_transfer_pb2
+from tests.coordinator.live_status import MODEL, PREFILL, LiveCell
+from tests.coordinator.virtual_cell import WorkerShape
 
 BATCH = common_pb2.LANE_BATCH
 

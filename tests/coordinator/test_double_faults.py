@@ -15,13 +15,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from restarted_cell import RestartedCell
-from virtual_cell import WorkerShape
 
 from baton.coordinator.state.config import CoreConfig
 from baton.runtime.config import parse
 from baton.runtime.steps.latency import LatencyModel
 from baton.v1 import common_pb2
+from tests.coordinator.restarted_cell import RestartedCell
+from tests.coordinator.virtual_cell import WorkerShape
 
 SHAPE = WorkerShape(
     LatencyModel(0.010, 0.0001, 0.0, 0.100, 0.0001, 0.0),

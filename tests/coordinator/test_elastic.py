@@ -7,9 +7,6 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from fixed_latency import FixedLatency
-from virtual_cell import VirtualCell, WorkerShape
-from worker_choices import elastic_choices
 
 from baton.coordinator.routing.choices import DecodeChoice, NoPlacement, PrefillChoice
 from baton.coordinator.routing.elastic.candidates import Demand, ElasticCandidates, Urgency
@@ -27,6 +24,9 @@ from baton.runtime.prompts.block_hashes import block_hashes
 from baton.runtime.steps.latency import LatencyModel
 from baton.runtime.steps.step_budget import StepTargets
 from baton.v1 import cluster_pb2, common_pb2
+from tests.coordinator.fixed_latency import FixedLatency
+from tests.coordinator.virtual_cell import VirtualCell, WorkerShape
+from tests.coordinator.worker_choices import elastic_choices
 
 BLOCK = 16
 # A prompt token takes 0.1 ms. A decode step takes 30 ms, 1 ms per request and 1 us per KV token.

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from live_status import MODEL, LiveCell
-from scripted_worker import WAIT_S, answer, attached
 
 from baton.coordinator.server import stall as stall_guard
 from baton.coordinator.server.server import Coordinator
@@ -28,10 +24,9 @@ from baton.v1 import (
     inference_pb2,
     inference_pb2_grpc,
 )
-
-sys.path.append(str(Path(__file__).parents[1] / "runtime"))
-
-from otlp_collector import OtlpCollector
+from tests.coordinator.live_status import MODEL, LiveCell
+from tests.coordinator.scripted_worker import WAIT_S, answer, attached
+from tests.runtime.otlp_collector import OtlpCollector
 
 BATCH, LENGTH = common_pb2.LANE_BATCH, common_pb2.FINISH_REASON_LENGTH
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

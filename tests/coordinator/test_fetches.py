@@ -7,8 +7,6 @@ import math
 import random
 
 import pytest
-from fixed_latency import FixedLatency
-from worker_choices import elastic_choices, pool_choices
 
 from baton.coordinator.routing.choices import NoPlacement, PrefillChoice
 from baton.coordinator.routing.elastic.candidates import Demand
@@ -24,6 +22,8 @@ from baton.runtime.prompts.block_hashes import block_hashes
 from baton.runtime.steps.latency import LatencyModel
 from baton.runtime.steps.step_budget import StepTargets
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from tests.coordinator.fixed_latency import FixedLatency
+from tests.coordinator.worker_choices import elastic_choices, pool_choices
 
 BLOCK = 16
 DEVICE, HOST = cluster_pb2.CACHE_TIER_UNSPECIFIED, cluster_pb2.CACHE_TIER_HOST

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from launched_world import Launched
 
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.revision import Revision
 from baton.v1 import common_pb2
+from tests.coordinator.launched_world import Launched
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 

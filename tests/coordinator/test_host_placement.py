@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from fixed_latency import FixedLatency
-from worker_choices import elastic_choices, pool_choices
 
 from baton.coordinator.routing.choices import PrefillChoice
 from baton.coordinator.routing.elastic.candidates import Demand
@@ -20,6 +18,8 @@ from baton.runtime.prompts.block_hashes import block_hashes
 from baton.runtime.steps.latency import LatencyModel
 from baton.runtime.steps.step_budget import StepTargets
 from baton.v1 import cluster_pb2, common_pb2
+from tests.coordinator.fixed_latency import FixedLatency
+from tests.coordinator.worker_choices import elastic_choices, pool_choices
 
 BLOCK = 16
 _TIERS = [

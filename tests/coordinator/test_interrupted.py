@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from two_pairs import pairs
 
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import RequestState
 from baton.runtime.config import InteractiveLaneConfig, LanesConfig, TenantConfig
 from baton.v1 import cluster_pb2, common_pb2
+from tests.coordinator.two_pairs import pairs
 
 INTERACTIVE, BATCH = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH
 STOP = common_pb2.FINISH_REASON_STOP

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from live_status import LiveCell
 
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.latency_targets import LatencyTargets
@@ -13,6 +12,7 @@ from baton.runtime.config import LaneTargetsConfig
 from baton.runtime.steps.step_messages import from_message
 from baton.runtime.ttft_target import TtftTarget
 from baton.v1 import common_pb2
+from tests.coordinator.live_status import LiveCell
 
 INTERACTIVE, BATCH = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH
 

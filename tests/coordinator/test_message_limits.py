@@ -5,8 +5,6 @@ import contextlib
 import grpc
 import psutil
 import pytest
-from inference_client import Client, generate
-from scripted_worker import WAIT_S, ScriptedWorker
 
 from baton.coordinator.server import server
 from baton.coordinator.server.link import WorkerLink
@@ -17,6 +15,8 @@ from baton.runtime.config import CoordinatorConfig, parse
 from baton.runtime.errors import InvalidArgument, from_rpc_error
 from baton.runtime.network import rpc
 from baton.v1 import cluster_pb2, common_pb2, inference_pb2, inference_pb2_grpc
+from tests.coordinator.inference_client import Client, generate
+from tests.coordinator.scripted_worker import WAIT_S, ScriptedWorker
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 MIB = 2**20

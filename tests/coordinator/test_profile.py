@@ -6,7 +6,6 @@ import asyncio
 
 import grpc
 import pytest
-from scripted_worker import WAIT_S, attached
 
 from baton.client import AdminClient, errors
 from baton.coordinator.server.profiles import Profiles
@@ -15,6 +14,7 @@ from baton.runtime.errors import FailedPrecondition, Internal, from_rpc_error, t
 from baton.runtime.network import rpc
 from baton.runtime.profiling import CHUNK_BYTES, WINDOW_BYTES
 from baton.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, common_pb2
+from tests.coordinator.scripted_worker import WAIT_S, attached
 
 DECODE = common_pb2.ROLE_DECODE
 

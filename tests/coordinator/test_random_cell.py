@@ -6,8 +6,9 @@ random_cell.py and random_clients.py contain the assertions.
 from __future__ import annotations
 
 import pytest
-from random_cell import RandomCell
-from random_events import RandomEvents
+
+from tests.coordinator.random_cell import RandomCell
+from tests.coordinator.random_events import RandomEvents
 
 _SECONDS = 30.0
 

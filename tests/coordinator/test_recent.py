@@ -6,12 +6,12 @@ import math
 
 from hypothesis import given
 from hypothesis import strategies as st
-from live_status import LiveCell
 
 from baton.coordinator.telemetry.recent import MAX_TENANTS, OTHERS, WINDOW_S, Recent
 from baton.coordinator.telemetry.sketch import ACCURACY, Sketch
 from baton.runtime.durations import to_seconds
 from baton.v1 import cluster_pb2, common_pb2
+from tests.coordinator.live_status import LiveCell
 
 LANE = common_pb2.LANE_INTERACTIVE
 DURATIONS = st.lists(st.floats(1e-6, 1e4), min_size=1, max_size=200)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from launched_world import Launched
 
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.pools import Pool
@@ -12,6 +11,7 @@ from baton.coordinator.state.workers import AttachedWorkers
 from baton.runtime import errors
 from baton.runtime.config import InteractiveLaneConfig, LanesConfig
 from baton.v1 import cluster_pb2, common_pb2
+from tests.coordinator.launched_world import Launched
 
 STOP = common_pb2.FINISH_REASON_STOP
 # An ITL target of 1 ms: batch outputs are parked as soon as an interactive request decodes.

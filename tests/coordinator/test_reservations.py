@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from simulated_cell import Cell
 
 from baton.runtime.config import BatchLaneConfig, InteractiveLaneConfig, LanesConfig
 from baton.v1 import cluster_pb2, common_pb2
+from tests.coordinator.simulated_cell import Cell
 
 INTERACTIVE, BATCH = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH
 SHARE, RUN_S = 0.2, 40.0

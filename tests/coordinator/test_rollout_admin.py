@@ -9,12 +9,12 @@ import urllib.request
 import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from scripted_worker import WAIT_S, ScriptedWorker
 
 from baton.client import AdminClient, BatonClient, errors
 from baton.coordinator.server.server import Coordinator
 from baton.runtime.network import rpc
 from baton.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, common_pb2
+from tests.coordinator.scripted_worker import WAIT_S, ScriptedWorker
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 WAITING = admin_pb2.ROLLOUT_PHASE_WAITING

@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from launched_world import CONFIG, ROLES, Launched
 
 from baton.coordinator.rollouts.canary_sizes import num_without_gpus
 from baton.coordinator.server.admin_rollout import RolloutCalls
@@ -16,6 +15,7 @@ from baton.coordinator.state.revision import Revision
 from baton.coordinator.state.scaling_config import scaling_config
 from baton.runtime.config import parse
 from baton.v1 import kv_transfer_pb2
+from tests.coordinator.launched_world import CONFIG, ROLES, Launched
 
 DOUBLE = Revision("r2", "", {"tensor_parallel_size": 2})
 SINGLE = Revision("r2", "", {"tensor_parallel_size": 1})

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from two_fleets import TwoFleets
 
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.revision import Revision
 from baton.v1 import cluster_pb2, common_pb2
+from tests.coordinator.two_fleets import TwoFleets
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 STOP = common_pb2.FINISH_REASON_STOP

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from two_fleets import fleet_of_session
 
 from baton.coordinator.state import events as ev
 from baton.runtime.prompts.request_digest import request_digest
 from baton.v1 import cluster_pb2, common_pb2
+from tests.coordinator.two_fleets import fleet_of_session
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 STOP = common_pb2.FINISH_REASON_STOP

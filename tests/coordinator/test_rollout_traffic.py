@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-from two_fleets import fleet_of_session
 
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import RequestState
@@ -14,6 +13,7 @@ from baton.coordinator.state.scaling_config import ScalingConfig
 from baton.runtime import errors
 from baton.runtime.config import InteractiveLaneConfig, LanesConfig, TenantConfig
 from baton.v1 import common_pb2
+from tests.coordinator.two_fleets import fleet_of_session
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 STOP = common_pb2.FINISH_REASON_STOP

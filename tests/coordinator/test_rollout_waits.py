@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from virtual_cell import VirtualCell, WorkerShape
 
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
@@ -11,6 +10,7 @@ from baton.coordinator.state.revision import Revision
 from baton.runtime.config import parse
 from baton.runtime.steps.latency import LatencyModel
 from baton.v1 import common_pb2
+from tests.coordinator.virtual_cell import VirtualCell, WorkerShape
 
 INTERACTIVE = common_pb2.LANE_INTERACTIVE
 # A prompt token takes 0.1 ms.

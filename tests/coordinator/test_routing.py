@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
-from fixed_latency import FixedLatency
 from hypothesis import given
 from hypothesis import strategies as st
-from worker_choices import pool_choices
 
 from baton.coordinator.routing.choices import DecodeChoice, PrefillChoice
 from baton.coordinator.routing.fleet_view import FleetView
@@ -23,10 +19,9 @@ from baton.coordinator.state.requests import SessionKey, WorkerKey
 from baton.runtime.prompts.block_hashes import block_hashes
 from baton.runtime.steps.latency import LatencyModel
 from baton.v1 import cluster_pb2
-
-sys.path.append(str(Path(__file__).parent))
-
-from trace_replay import load_trace, on_one_worker, replay
+from tests.coordinator.fixed_latency import FixedLatency
+from tests.coordinator.trace_replay import load_trace, on_one_worker, replay
+from tests.coordinator.worker_choices import pool_choices
 
 BLOCK = 16
 # A prompt token takes 1 ms; a decode step takes 10 ms plus 1 ms per request.

@@ -9,7 +9,6 @@ import time
 
 import grpc
 import pytest
-from scripted_worker import WAIT_S, ScriptedWorker, attached
 
 from baton.client import AdminClient, BatonClient, errors
 from baton.coordinator.core.core import Core
@@ -25,6 +24,7 @@ from baton.coordinator.state.pools import Pool
 from baton.runtime.config import BatonConfig, PoolLimitsConfig, ScalingSection, parse
 from baton.runtime.network import rpc
 from baton.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, common_pb2
+from tests.coordinator.scripted_worker import WAIT_S, ScriptedWorker, attached
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 ROLES = {"prefill": PREFILL, "decode": DECODE}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from launched_world import Launched
 
 from baton.coordinator.scaling.launches import Launches
 from baton.coordinator.state import events as ev
@@ -16,6 +15,7 @@ from baton.coordinator.state.workers import WorkerRegistry
 from baton.coordinator.telemetry.stats import CoreStats
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
+from tests.coordinator.launched_world import Launched
 
 PREFILL, DECODE = Pool.PREFILL, Pool.DECODE
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from launched_world import Launched
 
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.pools import Pool
@@ -11,6 +10,7 @@ from baton.coordinator.state.requests import RequestState
 from baton.coordinator.state.scaling_config import PoolLimits
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
+from tests.coordinator.launched_world import Launched
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 LENGTH = common_pb2.FINISH_REASON_LENGTH

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from launched_world import ROLES, Launched
 
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.pools import Pool
+from tests.coordinator.launched_world import ROLES, Launched
 
 POOLS = st.sampled_from(list(Pool))
 SIZES = st.integers(0, 4)

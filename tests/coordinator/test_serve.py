@@ -15,7 +15,6 @@ import psutil
 import pytest
 import yaml
 from grpc_health.v1._async import HealthServicer
-from scripted_worker import WAIT_S
 
 from baton.coordinator.launchers import launcher
 from baton.coordinator.server.server import Coordinator, WorkersFailed, serve
@@ -24,8 +23,10 @@ from baton.runtime.config import BatonConfig, dump, parse
 from baton.runtime.config_error import ConfigError
 from baton.runtime.network import rpc
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from tests.coordinator.scripted_worker import WAIT_S
+from tests.program_command import command_of
 
-WORKER = (sys.executable, str(Path(__file__).parent / "worker_program.py"))
+WORKER = command_of("tests.coordinator.worker_program")
 
 
 @pytest.fixture

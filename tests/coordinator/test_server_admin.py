@@ -6,14 +6,14 @@ import asyncio
 
 import grpc
 import pytest
-from inference_client import generate
 from prometheus_client import generate_latest
-from scripted_worker import WAIT_S, answer
 
 from baton.client import AdminClient, errors
 from baton.coordinator.server.metrics import registry
 from baton.runtime.config import BatonConfig
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2, kv_transfer_pb2
+from tests.coordinator.inference_client import generate
+from tests.coordinator.scripted_worker import WAIT_S, answer
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH

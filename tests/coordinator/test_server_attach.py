@@ -10,7 +10,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
-from scripted_worker import WAIT_S, ScriptedWorker, add_running, answer, attached
 
 from baton.coordinator.server import link as worker_link
 from baton.coordinator.server.admin import AdminService
@@ -27,6 +26,7 @@ from baton.v1 import (
     inference_pb2,
     inference_pb2_grpc,
 )
+from tests.coordinator.scripted_worker import WAIT_S, ScriptedWorker, add_running, answer, attached
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH

@@ -5,14 +5,14 @@ from __future__ import annotations
 import grpc
 import pytest
 from google.rpc import code_pb2, error_details_pb2
-from inference_client import generate
-from scripted_worker import WAIT_S, ScriptedWorker, add_running, answer, attached
 
 from baton.coordinator.server.server import Coordinator
 from baton.runtime.errors import from_rpc_error
 from baton.runtime.names import DEFAULT_TENANT
 from baton.runtime.network import rpc
 from baton.v1 import cluster_pb2, common_pb2, inference_pb2, inference_pb2_grpc
+from tests.coordinator.inference_client import generate
+from tests.coordinator.scripted_worker import WAIT_S, ScriptedWorker, add_running, answer, attached
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH

@@ -12,9 +12,9 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
-from scripted_worker import attached
 
 from baton.v1 import common_pb2
+from tests.coordinator.scripted_worker import attached
 
 
 class Reflected:

@@ -7,8 +7,6 @@ import threading
 
 import grpc
 import pytest
-from inference_client import Client, generate
-from scripted_worker import WAIT_S, answer
 
 from baton.coordinator.server import shell
 from baton.coordinator.server.inference import _SessionCall
@@ -17,6 +15,8 @@ from baton.coordinator.server.server import Coordinator
 from baton.runtime.errors import ResourceExhausted
 from baton.runtime.network import rpc
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from tests.coordinator.inference_client import Client, generate
+from tests.coordinator.scripted_worker import WAIT_S, answer
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH

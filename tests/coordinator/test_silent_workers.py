@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from two_pairs import decodes, hear_all_but, latest, pairs, prefills
 
 from baton.coordinator.state import events as ev
 from baton.runtime.steps.latency import LatencyModel
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from tests.coordinator.two_pairs import decodes, hear_all_but, latest, pairs, prefills
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH

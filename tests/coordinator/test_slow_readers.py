@@ -6,7 +6,6 @@ import asyncio
 
 import grpc
 import pytest
-from scripted_worker import WAIT_S, answer, attached
 
 from baton.coordinator.server.outbox import MAX_SESSION_BYTES
 from baton.coordinator.server.shell import Shell
@@ -15,6 +14,7 @@ from baton.coordinator.state.requests import StreamKey, Submission
 from baton.runtime.errors import ResourceExhausted, from_rpc_error
 from baton.runtime.network import rpc
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from tests.coordinator.scripted_worker import WAIT_S, answer, attached
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH
 # The tests' model has a context of 1,024 tokens.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from two_pairs import crash, hear_all_but, latest, pairs, prefills
 
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import RequestState
 from baton.runtime import errors
 from baton.runtime.config import BatchLaneConfig, InteractiveLaneConfig, LanesConfig
 from baton.v1 import common_pb2
+from tests.coordinator.two_pairs import crash, hear_all_but, latest, pairs, prefills
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH

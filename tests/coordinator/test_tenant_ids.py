@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from scripted_worker import WAIT_S, attached
 
 from baton.coordinator.state import events as ev
 from baton.runtime.errors import AlreadyExists, InvalidArgument, from_rpc_error
 from baton.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc
 from baton.v1.cluster_pb2 import CancelCommand, PrefillCommand
+from tests.coordinator.scripted_worker import WAIT_S, attached
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 LENGTH = common_pb2.FINISH_REASON_LENGTH

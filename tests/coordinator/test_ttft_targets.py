@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from live_status import LiveCell
 
 from baton.client import doctor
 from baton.coordinator.server.metrics import registry
 from baton.runtime.ttft_target import TtftTarget
 from baton.v1 import common_pb2
+from tests.coordinator.live_status import LiveCell
 
 INTERACTIVE = common_pb2.LANE_INTERACTIVE
 # Computing this prompt takes 1 s.

@@ -12,13 +12,13 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from virtual_cell import VirtualCell, WorkerShape
 
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
 from baton.runtime.config import parse
 from baton.runtime.steps.latency import LatencyModel
 from baton.v1 import common_pb2
+from tests.coordinator.virtual_cell import VirtualCell, WorkerShape
 
 LANES = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH
 ROLES = {"p": common_pb2.ROLE_PREFILL, "d": common_pb2.ROLE_DECODE}

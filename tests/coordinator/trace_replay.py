@@ -11,9 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from fixed_latency import FixedLatency
-from worker_choices import pool_choices
-
 from baton.coordinator.routing.fleet_view import FleetView
 from baton.coordinator.routing.loads.worker_traits import WorkerTraits
 from baton.coordinator.state.core_clock import CoreClock
@@ -21,6 +18,8 @@ from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.prompts.block_hashes import block_hashes
 from baton.runtime.steps.latency import LatencyModel
+from tests.coordinator.fixed_latency import FixedLatency
+from tests.coordinator.worker_choices import pool_choices
 
 TRACE = Path(__file__).parents[1] / "data" / "mooncake_conversation.csv"
 BLOCK_TOKENS = 16

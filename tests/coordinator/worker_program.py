@@ -16,10 +16,10 @@ import sys
 from pathlib import Path
 
 import yaml
-from scripted_worker import ScriptedWorker
 
 from baton.runtime.process.locked_directory import LockedDirectory
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from tests.coordinator.scripted_worker import ScriptedWorker
 
 _SLEEPER = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from fake_nvml import FakeNvml
 from prometheus_client.registry import Collector
 
 from baton.coordinator.core.core import Core
@@ -17,6 +16,7 @@ from baton.runtime.config import parse
 from baton.v1 import kv_transfer_pb2
 from baton.worker import gpus
 from baton.worker.metrics import Snapshot, WorkerCollector
+from tests.deploy.fake_nvml import FakeNvml
 
 # The series `up` and these labels are added by Prometheus when it scrapes.
 UP = {"up": set()}

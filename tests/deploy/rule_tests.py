@@ -11,7 +11,8 @@ import re
 from dataclasses import dataclass
 
 import promql_parser as ast
-from promql import Data, Labels, Series, Unsupported, Vector, evaluate
+
+from tests.deploy.promql import Data, Labels, Series, Unsupported, Vector, evaluate
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _ITEM = re.compile(r"(-?[\d.]+)(?:([+-][\d.]+))?(?:x(\d+))?$")

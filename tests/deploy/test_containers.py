@@ -14,7 +14,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from deploy_files import (
+
+from tests.deploy.deploy_files import (
     DEPLOY,
     ROOT,
     STOP_MARGIN_S,

@@ -6,11 +6,11 @@ import re
 
 import pytest
 import yaml
-from deploy_files import COMMANDS, DEPLOY, ROOT
-from exported import names
 
 from baton.runtime.config import BatonConfig
 from baton.v1 import admin_pb2
+from tests.deploy.deploy_files import COMMANDS, DEPLOY, ROOT
+from tests.deploy.exported import names
 
 GUIDE = (DEPLOY / "README.md").read_text()
 QUOTED = set(re.findall(r"`([^`\n]+)`", GUIDE))

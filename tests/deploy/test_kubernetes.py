@@ -8,8 +8,11 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from custom_resources import BY_KIND
-from deploy_files import (
+
+from baton.cli.config import check
+from baton.runtime.names import FIRST_REVISION
+from tests.deploy.custom_resources import BY_KIND
+from tests.deploy.deploy_files import (
     DEPLOY,
     ROOT,
     STOP_MARGIN_S,
@@ -20,9 +23,6 @@ from deploy_files import (
     options,
     quantity,
 )
-
-from baton.cli.config import check
-from baton.runtime.names import FIRST_REVISION
 
 KUBERNETES = DEPLOY / "kubernetes"
 # Oldest supported version of Kubernetes, and the newest version with an installed schema.

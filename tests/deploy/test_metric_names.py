@@ -10,8 +10,9 @@ from pathlib import Path
 import promql_parser
 import pytest
 import yaml
-from exported import names, samples
-from promql import Data, Series, evaluate
+
+from tests.deploy.exported import names, samples
+from tests.deploy.promql import Data, Series, evaluate
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from promql import Data, Labels, Series, Unsupported, evaluate
-from rule_tests import Alert, Rule, seconds, series
+
+from tests.deploy.promql import Data, Labels, Series, Unsupported, evaluate
+from tests.deploy.rule_tests import Alert, Rule, seconds, series
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = yaml.safe_load((DEPLOY / "prometheus" / "rules.yaml").read_text())

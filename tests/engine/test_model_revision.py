@@ -23,6 +23,7 @@ from baton.engine.model_revision import (
     model_revision,
     weights_revision,
 )
+from tests.program_command import ROOT
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -129,9 +130,12 @@ def odd_revision() -> str:
 
 def test_a_configuration_has_one_revision_in_every_process() -> None:
     """Sets have another order in each process, and objects another address."""
-    program = "import sys; sys.path.insert(0, sys.argv[1]); import test_model_revision as other\n"
-    program += "print(other.odd_revision())"
-    command = [sys.executable, "-c", program, str(Path(__file__).parent)]
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from tests.engine import test_model_revision as other\n"
+        "print(other.odd_revision())"
+    )
+    command = [sys.executable, "-c", program, ROOT]
     printed = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
     assert printed.strip() == odd_revision()
 

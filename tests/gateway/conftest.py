@@ -5,12 +5,10 @@ therefore so long that they only bound hangs.
 """
 
 import asyncio
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -21,15 +19,9 @@ from baton.client import session_manager
 from baton.client.watcher import Watcher
 from baton.gateway import body_reader, cell, connections, coordinator_queries, server
 from baton.runtime.config import HttpConfig
-
-# With import-mode=importlib a folder's helper modules are not importable by themselves.
-sys.path.append(str(Path(__file__).parents[1] / "cluster"))
-sys.path.append(str(Path(__file__).parents[1] / "client"))
-sys.path.append(str(Path(__file__).parent))
-
-from cluster_fixtures import cluster, model, shared_cluster
-from processes import Cluster
-from scripted_inference import ScriptedInference, serving
+from tests.client.scripted_inference import ScriptedInference, serving
+from tests.cluster.cluster_fixtures import cluster, model, shared_cluster
+from tests.cluster.processes import Cluster
 
 __all__ = ["cluster", "model", "shared_cluster"]
 

@@ -7,7 +7,7 @@ import sys
 
 
 def main(*arguments: str) -> None:
-    from forked_engines import fork_engines
+    from tests.vllm.forked_engines import fork_engines
 
     fork_engines()
     sys.argv = ["api_server", *arguments]

@@ -3,7 +3,10 @@
 import asyncio
 from contextlib import asynccontextmanager
 
-from scripted_inference import (
+from baton.runtime.errors import Unauthenticated
+from baton.runtime.errors import abort as abort_call
+from baton.v1 import common_pb2
+from tests.client.scripted_inference import (
     ScriptedInference,
     accepted,
     delta,
@@ -12,10 +15,6 @@ from scripted_inference import (
     serving,
     set_serving,
 )
-
-from baton.runtime.errors import Unauthenticated
-from baton.runtime.errors import abort as abort_call
-from baton.v1 import common_pb2
 
 
 class CellOf(ScriptedInference):

@@ -17,11 +17,7 @@ import httpx2 as httpx
 import openai as sdk
 import pytest
 import yaml
-from baton_command import START_S, Process
 from openai import AsyncOpenAI
-from processes import Cluster
-from scripted_cell import CellOf, serve
-from scripted_inference import ScriptedInference, accepted, delta, failed, finished, serving
 from starlette.datastructures import UploadFile
 
 from baton import models
@@ -30,6 +26,17 @@ from baton.gateway.batches import route_call, runner
 from baton.gateway.batches.file_store import FileStore
 from baton.runtime import errors
 from baton.v1 import common_pb2
+from tests.client.scripted_inference import (
+    ScriptedInference,
+    accepted,
+    delta,
+    failed,
+    finished,
+    serving,
+)
+from tests.cluster.processes import Cluster
+from tests.gateway.baton_command import START_S, Process
+from tests.gateway.scripted_cell import CellOf, serve
 
 COMPLETIONS = "/v1/completions"
 WAIT_S = 300.0

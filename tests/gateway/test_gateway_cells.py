@@ -6,16 +6,16 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx2 as httpx
 import pytest
-from scripted_cell import CellOf, serve
-from scripted_inference import (
-    serving,
-    set_serving,
-    unused_address,
-)
 
 from baton.client import session_manager
 from baton.gateway import cell as cell_module
 from baton.runtime.errors import RESTARTING, ResourceExhausted, Unavailable
+from tests.client.scripted_inference import (
+    serving,
+    set_serving,
+    unused_address,
+)
+from tests.gateway.scripted_cell import CellOf, serve
 
 WAIT_S = 300.0
 GONE = Unavailable("no decode worker is attached")

@@ -7,7 +7,8 @@ import socket
 
 import httpx2 as httpx
 import pytest
-from scripted_inference import accepted, advance_clock, delta, finished
+
+from tests.client.scripted_inference import accepted, advance_clock, delta, finished
 
 BODY = b'{"prompt": "x", "max_tokens": 1}'
 WAIT_S = 300.0

@@ -7,10 +7,10 @@ from random import Random
 from urllib.parse import urlsplit
 
 import pytest
-from baton_command import Process
-from fuzzed_requests import BODIES, fuzzed
 
 from baton.gateway.pooling_route import POOLING_ROUTES
+from tests.gateway.baton_command import Process
+from tests.gateway.fuzzed_requests import BODIES, fuzzed
 
 pytestmark = [pytest.mark.vllm]
 

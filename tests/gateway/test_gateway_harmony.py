@@ -11,13 +11,13 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 import pytest_asyncio
-from gateway_command import gateway_command
 from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient
 from openai_harmony import HarmonyEncodingName, load_harmony_encoding
-from scripted_inference import ScriptedInference, accepted, delta, finished, serving
 
 from baton import models
 from baton.v1 import common_pb2
+from tests.client.scripted_inference import ScriptedInference, accepted, delta, finished, serving
+from tests.gateway.gateway_command import gateway_command
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 

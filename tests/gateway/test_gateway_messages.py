@@ -5,8 +5,9 @@ import json
 
 import httpx2 as httpx
 import pytest
-from thinker import ANSWER, THINK
-from thinking_gateway import (
+
+from tests.gateway.thinker import ANSWER, THINK
+from tests.gateway.thinking_gateway import (
     LENGTH,
     MARKS,
     OSLO,

@@ -5,11 +5,11 @@ import asyncio
 import httpx2 as httpx
 import pytest
 from openai import BadRequestError, NotFoundError
-from processes import ADAPTERS, Cluster
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton import __version__
 from baton.client import AdminClient
+from tests.cluster.processes import ADAPTERS, Cluster
 
 PROMPT = [5, 6, 7, 8]
 TOOL = {"type": "function", "function": {"name": "f"}}

@@ -5,11 +5,11 @@ import logging
 
 import httpx2 as httpx
 import pytest
-from scripted_inference import accepted, delta, finished, serving, unused_address
 
 from baton.client import errors
 from baton.gateway.outage_log import OutageLog
 from baton.runtime.errors import ResourceExhausted, Unavailable
+from tests.client.scripted_inference import accepted, delta, finished, serving, unused_address
 
 WAIT_S = 300.0
 

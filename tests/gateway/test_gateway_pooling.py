@@ -5,17 +5,16 @@ import contextlib
 import time
 
 import httpx2 as httpx
-import pooling_server
 import pytest
-import tiny_bert
 from openai import APIStatusError, BadRequestError
-from scripted_inference import ScriptedInference, serving, unused_address
-from vllm_programs import fork
 
 from baton.gateway import pooling_servers
 from baton.gateway.pooling_route import POOLING_ROUTES
 from baton.runtime import errors
 from baton.runtime.process import long_tasks
+from tests.client.scripted_inference import ScriptedInference, serving, unused_address
+from tests.gateway import pooling_server, tiny_bert
+from tests.vllm.vllm_programs import fork
 
 # Bounds hangs. No test may fail because a busy machine is slow.
 WAIT_S = 300.0

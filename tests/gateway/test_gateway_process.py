@@ -11,7 +11,8 @@ import urllib.request
 import openai
 import psutil
 import pytest
-from baton_command import START_S, Process
+
+from tests.gateway.baton_command import START_S, Process
 
 # Bound hangs. No test may fail because a busy machine is slow.
 BENCH_S = 300.0

@@ -6,9 +6,11 @@ import json
 import httpx2 as httpx
 import pytest
 from openai import BadRequestError, NotFoundError
-from scripted_inference import accepted, delta, failed
-from thinker import ANSWER, THINK
-from thinking_gateway import (
+
+from baton.runtime.errors import Unavailable
+from tests.client.scripted_inference import accepted, delta, failed
+from tests.gateway.thinker import ANSWER, THINK
+from tests.gateway.thinking_gateway import (
     LENGTH,
     MARKS,
     OSLO,
@@ -19,8 +21,6 @@ from thinking_gateway import (
     call,
     gateway_fixture,
 )
-
-from baton.runtime.errors import Unavailable
 
 pytestmark = MARKS
 gateway = gateway_fixture()

@@ -10,15 +10,6 @@ import httpx2 as httpx
 import pytest
 from google.rpc import code_pb2
 from openai import APIError, RateLimitError
-from scripted_inference import (
-    ScriptedInference,
-    accepted,
-    advance_clock,
-    delta,
-    failed,
-    finished,
-    serving,
-)
 
 from baton import gateway as gateway_package
 from baton import models
@@ -28,6 +19,15 @@ from baton.gateway import choices
 from baton.runtime.config import parse
 from baton.runtime.errors import AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable
 from baton.v1 import common_pb2
+from tests.client.scripted_inference import (
+    ScriptedInference,
+    accepted,
+    advance_clock,
+    delta,
+    failed,
+    finished,
+    serving,
+)
 
 WAIT_S = 300.0
 

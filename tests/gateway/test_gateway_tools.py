@@ -7,9 +7,12 @@ import json
 import httpx2 as httpx
 import pytest
 from openai import BadRequestError, NotFoundError
-from scripted_inference import accepted, delta, finished
-from thinker import ANSWER, THINK
-from thinking_gateway import (
+
+from baton.runtime.config import HttpConfig
+from baton.v1 import common_pb2
+from tests.client.scripted_inference import accepted, delta, finished
+from tests.gateway.thinker import ANSWER, THINK
+from tests.gateway.thinking_gateway import (
     LENGTH,
     MARKS,
     OSLO,
@@ -25,9 +28,6 @@ from thinking_gateway import (
     joined,
     plain,
 )
-
-from baton.runtime.config import HttpConfig
-from baton.v1 import common_pb2
 
 pytestmark = MARKS
 gateway = gateway_fixture()

@@ -1,11 +1,11 @@
 """How many tokens of an output are reasoning."""
 
 import pytest
-from thinker import ANSWER, THINK, write_thinker
 from tokenizers import Tokenizer
 
 from baton.client import Tokens
 from baton.gateway.request_bodies import ChatBody
+from tests.gateway.thinker import ANSWER, THINK, write_thinker
 
 vllm_parsers = pytest.importorskip("baton.gateway.vllm_parsers")
 

@@ -7,13 +7,13 @@ import json
 import httpx2 as httpx
 import pytest
 import pytest_asyncio
-from gateway_command import gateway_command
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
-from scripted_inference import ScriptedInference, accepted, delta, finished, serving
-from thinker import write_thinker
 from tokenizers import Tokenizer
 
 from baton.v1 import common_pb2
+from tests.client.scripted_inference import ScriptedInference, accepted, delta, finished, serving
+from tests.gateway.gateway_command import gateway_command
+from tests.gateway.thinker import write_thinker
 
 # Marks of the files whose tests share one gateway.
 MARKS = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from simulated_gpu import SimulatedGpu, simulated_gpu
 
 from baton.kvtransfer.connector.handoffs.block_copies import LayerRun, LayerRuns, Run
 from baton.kvtransfer.connector.handoffs.cpu_device_copies import CpuDeviceCopies
@@ -16,6 +15,7 @@ from baton.kvtransfer.connector.handoffs.cuda_device_copies import CudaDeviceCop
 from baton.kvtransfer.connector.handoffs.notifier import Copy
 from baton.kvtransfer.connector.handoffs.paged_cache import PagedCache
 from baton.kvtransfer.layout import KvLayout
+from tests.gpu.simulated_gpu import SimulatedGpu, simulated_gpu
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 6, 64, 2, 4, 8
 SIZE = HEADS * TOKENS * CONTENT * 2

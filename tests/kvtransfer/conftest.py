@@ -5,9 +5,7 @@ import itertools
 import os
 import random
 import secrets
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
@@ -19,11 +17,7 @@ from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.transfer_client import TransferClient
 from baton.runtime.config import KvTransferConfig
 from baton.v1 import kv_transfer_pb2 as pb
-
-# With import-mode=importlib a folder's helper modules are not importable by themselves.
-sys.path.append(str(Path(__file__).parent))
-
-from forked_services import forked_services
+from tests.kvtransfer.forked_services import forked_services
 
 __all__ = ["forked_services"]
 

@@ -5,7 +5,14 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
-from small_engine import (
+
+from baton.kvtransfer import frames
+from baton.kvtransfer.connector.handoffs.handoff_scheduler import HandoffScheduler
+from baton.kvtransfer.connector.handoffs.handoff_step import LoadReport
+from baton.kvtransfer.connector.handoffs.rank_handoffs import RankHandoffs
+from baton.kvtransfer.connector.request_params import encode
+from baton.kvtransfer.handoff_orders import ReceiveHandoff
+from tests.kvtransfer.small_engine import (
     LAYERS,
     LAYOUT,
     NUM_BLOCKS,
@@ -22,13 +29,6 @@ from small_engine import (
     flipped,
     messages_of,
 )
-
-from baton.kvtransfer import frames
-from baton.kvtransfer.connector.handoffs.handoff_scheduler import HandoffScheduler
-from baton.kvtransfer.connector.handoffs.handoff_step import LoadReport
-from baton.kvtransfer.connector.handoffs.rank_handoffs import RankHandoffs
-from baton.kvtransfer.connector.request_params import encode
-from baton.kvtransfer.handoff_orders import ReceiveHandoff
 
 NUM_OUTPUTS = 6
 # Bytes of a frame, and more bytes than staging has.

@@ -9,15 +9,11 @@ import asyncio
 import functools
 import json
 import os
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[1] / "cluster"))
 
 import pytest
-from fork_server import Command, ForkServer
 
 from baton.kvtransfer import transfer_client
+from tests.cluster.fork_server import Command, ForkServer
 
 
 class ForkedService:

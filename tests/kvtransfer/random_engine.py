@@ -1,9 +1,10 @@
 """Random rules for the small engine of driven_engine.py."""
 
-from driven_engine import ALL_BYTES, BLOCK_BYTES, FAULTS, DrivenEngine
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from small_engine import LAYOUT, NUM_BLOCKS, TOKEN_BYTES
+
+from tests.kvtransfer.driven_engine import ALL_BYTES, BLOCK_BYTES, FAULTS, DrivenEngine
+from tests.kvtransfer.small_engine import LAYOUT, NUM_BLOCKS, TOKEN_BYTES
 
 KINDS = st.lists(st.sampled_from(["drop", "deliver", "submit"]), max_size=3)
 # Faults are rarer than their absence.

@@ -2,8 +2,6 @@
 
 import random
 
-from simulated_transports import named
-
 from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.errors import MalformedFrame
@@ -20,6 +18,7 @@ from baton.kvtransfer.service.receive_state import (
 from baton.kvtransfer.service.receiver import Receiver
 from baton.runtime.kv import kv_fingerprint
 from baton.v1 import kv_transfer_pb2 as pb
+from tests.kvtransfer.simulated_transports import named
 
 LAYOUT = KvLayout("m", "r", "float32", 2, 1, 8, 4, 128, "heads,tokens,content", tp_size=2)
 

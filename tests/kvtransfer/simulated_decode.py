@@ -6,9 +6,6 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from simulated_streams import Socket, Stream, truth
-from simulated_transports import SimulatedPuller, simulated
-
 from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
@@ -17,9 +14,11 @@ from baton.kvtransfer.service.receive_state import Grant, ReceiverLimits, Receiv
 from baton.kvtransfer.service.receiver import Receiver
 from baton.kvtransfer.transports.transport import Pull
 from baton.v1 import kv_transfer_pb2 as pb
+from tests.kvtransfer.simulated_streams import Socket, Stream, truth
+from tests.kvtransfer.simulated_transports import SimulatedPuller, simulated
 
 if TYPE_CHECKING:
-    from simulated_network import World
+    from tests.kvtransfer.simulated_network import World
 
 RECEIVER_LIMITS = ReceiverLimits(
     max_wait_s=4, idle_timeout_s=3, commit_ttl_s=6, claim_timeout_s=2, retry_timeout_s=2,

@@ -10,13 +10,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from simulated_decode import Decode
-from simulated_prefill import Prefill
-from simulated_streams import Socket, Stream
-
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.service.receiver import Receiver
 from baton.kvtransfer.service.sender import Sender
+from tests.kvtransfer.simulated_decode import Decode
+from tests.kvtransfer.simulated_prefill import Prefill
+from tests.kvtransfer.simulated_streams import Socket, Stream
 
 
 class World:

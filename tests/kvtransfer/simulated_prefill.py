@@ -7,9 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from simulated_streams import Socket, Stream, truth
-from simulated_transports import simulated
-
 from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.errors import TransferRefused
@@ -17,10 +14,12 @@ from baton.kvtransfer.service import send_state
 from baton.kvtransfer.service.send_state import SenderLimits
 from baton.kvtransfer.service.sender import Sender
 from baton.v1 import kv_transfer_pb2 as pb
+from tests.kvtransfer.simulated_streams import Socket, Stream, truth
+from tests.kvtransfer.simulated_transports import simulated
 
 if TYPE_CHECKING:
-    from simulated_decode import Decode
-    from simulated_network import World
+    from tests.kvtransfer.simulated_decode import Decode
+    from tests.kvtransfer.simulated_network import World
 
 SENDER_LIMITS = SenderLimits(
     max_wait_s=4, idle_timeout_s=5, reply_grace_s=1, linger_s=0.5, writer_timeout_s=60, max_sends=16

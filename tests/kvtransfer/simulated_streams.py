@@ -12,8 +12,8 @@ from baton.kvtransfer.transports.outgoing import OutgoingFrame
 from baton.v1 import kv_transfer_pb2 as pb
 
 if TYPE_CHECKING:
-    from simulated_network import World
-    from simulated_prefill import Send
+    from tests.kvtransfer.simulated_network import World
+    from tests.kvtransfer.simulated_prefill import Send
 
 
 @functools.lru_cache(1024)

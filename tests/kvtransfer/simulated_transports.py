@@ -17,9 +17,9 @@ from baton.kvtransfer.transports.transport import Pull, ServiceContext, Transpor
 from baton.v1 import kv_transfer_pb2 as pb
 
 if TYPE_CHECKING:
-    from simulated_decode import Decode
-    from simulated_network import World
-    from simulated_prefill import Prefill
+    from tests.kvtransfer.simulated_decode import Decode
+    from tests.kvtransfer.simulated_network import World
+    from tests.kvtransfer.simulated_prefill import Prefill
 
 NO_SERVICE = ServiceContext("")
 

@@ -7,8 +7,6 @@ import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from simulated_transports import named
-
 from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.engine_port import Claim
@@ -19,6 +17,7 @@ from baton.kvtransfer.service.local_replies import received_state
 from baton.kvtransfer.service.receive_state import Changed, ReceiverLimits
 from baton.kvtransfer.service.receiver import Receiver
 from baton.v1 import kv_transfer_pb2 as pb
+from tests.kvtransfer.simulated_transports import named
 
 SHARDS, REPLICAS, LAYERS, SIZE, TOKEN_BYTES = 2, 2, 2, 4, 16
 LAYOUT = KvLayout(

@@ -17,13 +17,22 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from disk_store import NUM_RANKS, PAYLOAD_BYTES, Store, block, content, following, namespace
 
 from baton.kvtransfer.block_changes import CacheChange
 from baton.kvtransfer.disk import block_file, directory
 from baton.kvtransfer.disk.directory import rank_directory, scan
 from baton.kvtransfer.disk.index import TIMEOUT_S, DiskIndex
 from baton.kvtransfer.disk.orders import BlockName, BlockSelection, DiskReport, Load
+from tests.kvtransfer.disk_store import (
+    NUM_RANKS,
+    PAYLOAD_BYTES,
+    Store,
+    block,
+    content,
+    following,
+    namespace,
+)
+from tests.program_command import ROOT
 
 
 def test_blocks_come_back(tmp_path: Path):
@@ -635,7 +644,7 @@ _WRITER = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from disk_store import Store, block
+from tests.kvtransfer.disk_store import Store, block
 store, n = Store(Path(sys.argv[1])), int(sys.argv[3])
 while True:
     store.write([block(n)])
@@ -647,7 +656,7 @@ while True:
 def test_a_killed_worker_leaves_only_whole_blocks(tmp_path: Path):
     written: list[BlockName] = []
     for begin, num_lines in ((0, 1), (200, 3), (400, 8)):
-        command = [sys.executable, "-c", _WRITER, str(tmp_path), str(Path(__file__).parent)]
+        command = [sys.executable, "-c", _WRITER, str(tmp_path), ROOT]
         with subprocess.Popen([*command, str(begin)], stdout=subprocess.PIPE, text=True) as writer:
             assert writer.stdout is not None
             for _ in range(num_lines):
@@ -665,7 +674,7 @@ def test_a_killed_worker_leaves_only_whole_blocks(tmp_path: Path):
 
 
 def test_a_stopped_worker_keeps_its_directory_and_goes_on(tmp_path: Path):
-    command = [sys.executable, "-c", _WRITER, str(tmp_path), str(Path(__file__).parent), "0"]
+    command = [sys.executable, "-c", _WRITER, str(tmp_path), ROOT, "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
         first = block(int(writer.stdout.readline()))

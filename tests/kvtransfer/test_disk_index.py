@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from disk_store import block
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from baton.kvtransfer.disk.orders import (
     Order,
     Write,
 )
+from tests.kvtransfer.disk_store import block
 
 MAX_BLOCKS, MAX_WRITES, NUM_RANKS, NUM_SLOTS = 6, 3, 2, 8
 SALTS = ("", "search")

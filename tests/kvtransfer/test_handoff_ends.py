@@ -3,12 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
-from driven_engine import DrivenEngine, as_scheduled, engine_with
-from small_engine import LAYOUT, SHARDS, SIZE, TOKEN_BYTES
 
 from baton.kvtransfer.connector.handoffs import handoff_scheduler
 from baton.kvtransfer.service.receive_state import ReceiveState
 from baton.v1 import kv_transfer_pb2 as pb
+from tests.kvtransfer.driven_engine import DrivenEngine, as_scheduled, engine_with
+from tests.kvtransfer.small_engine import LAYOUT, SHARDS, SIZE, TOKEN_BYTES
 
 
 def test_a_loaded_handoff_is_released_even_if_its_request_ends_in_that_step():

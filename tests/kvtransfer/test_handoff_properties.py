@@ -8,8 +8,6 @@ ends. In the end no staging is in use.
 
 import itertools
 import os
-import sys
-from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -20,13 +18,10 @@ from baton.kvtransfer.errors import MalformedFrame
 from baton.kvtransfer.frames import FrameKind
 from baton.kvtransfer.service.receive_state import ReceiveState
 from baton.kvtransfer.service.send_state import Ended
-
-sys.path.append(str(Path(__file__).parent))
-
-from simulated_decode import RECEIVE_BLOCKS
-from simulated_network import World
-from simulated_prefill import Send
-from simulated_streams import Stream
+from tests.kvtransfer.simulated_decode import RECEIVE_BLOCKS
+from tests.kvtransfer.simulated_network import World
+from tests.kvtransfer.simulated_prefill import Send
+from tests.kvtransfer.simulated_streams import Stream
 
 # Seconds that are enough for every timeout, one after the other.
 MAX_DRAIN_S = 100.0

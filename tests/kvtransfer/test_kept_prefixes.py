@@ -3,12 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
-from driven_engine import DrivenEngine, as_scheduled
-from small_engine import NUM_BLOCKS, SIZE
 
 from baton.kvtransfer.connector.handoffs import handoff_scheduler
 from baton.kvtransfer.service.receive_state import ReceiveState
 from baton.runtime.kv.fetches import MAX_KEPT_SHARE
+from tests.kvtransfer.driven_engine import DrivenEngine, as_scheduled
+from tests.kvtransfer.small_engine import NUM_BLOCKS, SIZE
 
 
 def num_held(engine):

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
-from raw_sender import dialled
-from whole_handoff import hand_over, hand_over_together
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.frames import FrameKind
@@ -15,6 +13,8 @@ from baton.kvtransfer.transports import links as links_module
 from baton.kvtransfer.transports.collective import SendingLink
 from baton.kvtransfer.transports.links import Links
 from baton.v1 import kv_transfer_pb2 as pb
+from tests.kvtransfer.raw_sender import dialled
+from tests.kvtransfer.whole_handoff import hand_over, hand_over_together
 
 # Longest wait for something that must happen; no test asserts that it happens sooner.
 WAIT_S = 120.0

@@ -5,8 +5,6 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from simulated_transports import named
-from small_engine import LAYERS, LAYOUT, LIMITS, SHARDS, messages_of
 
 from baton.kvtransfer import frames, local_wire
 from baton.kvtransfer.arena import Arena, Segment
@@ -18,6 +16,8 @@ from baton.kvtransfer.service.send_state import SenderLimits
 from baton.kvtransfer.service.sender import Sender
 from baton.kvtransfer.service.shell import TransferShell
 from baton.v1 import kv_transfer_pb2 as pb
+from tests.kvtransfer.simulated_transports import named
+from tests.kvtransfer.small_engine import LAYERS, LAYOUT, LIMITS, SHARDS, messages_of
 
 ID, NUM_BLOCKS = b"h" * 16, 9
 EVERY_FRAME = [(layer, block) for layer in range(LAYERS) for block in range(NUM_BLOCKS)]

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from raw_sender import dialled
-from whole_handoff import hand_over, hand_over_together
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.engine_port import filled_frame
 from baton.kvtransfer.frames import FrameKind
 from baton.kvtransfer.transports.nixl_transport import MAX_IDLE_PEERS
 from baton.v1 import kv_transfer_pb2 as pb
+from tests.kvtransfer.raw_sender import dialled
+from tests.kvtransfer.whole_handoff import hand_over, hand_over_together
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("nixl") is None, reason="nixl is not installed"

@@ -4,7 +4,15 @@ import asyncio
 import threading
 
 import pytest
-from receiver_harness import (
+
+from baton.kvtransfer import frames
+from baton.kvtransfer.errors import TransferError, TransferRefused
+from baton.kvtransfer.frames import FrameKind, Totals
+from baton.kvtransfer.service.receive_state import ReceiveState
+from baton.kvtransfer.transports.pull import Puller, PullThread
+from baton.kvtransfer.transports.transport import EndedPull, Pull
+from baton.v1 import kv_transfer_pb2 as pb
+from tests.kvtransfer.receiver_harness import (
     ARENA_BYTES,
     IDS,
     LAYOUT,
@@ -17,14 +25,6 @@ from receiver_harness import (
     shard_truth,
     truth,
 )
-
-from baton.kvtransfer import frames
-from baton.kvtransfer.errors import TransferError, TransferRefused
-from baton.kvtransfer.frames import FrameKind, Totals
-from baton.kvtransfer.service.receive_state import ReceiveState
-from baton.kvtransfer.transports.pull import Puller, PullThread
-from baton.kvtransfer.transports.transport import EndedPull, Pull
-from baton.v1 import kv_transfer_pb2 as pb
 
 COMMITTED = [(pb.HandoffReply.KIND_COMMITTED, 0)]
 

@@ -10,7 +10,10 @@ held.
 import os
 
 import pytest
-from driven_engine import (
+from hypothesis import settings
+
+from baton.kvtransfer.connector.handoffs.handoff_step import LoadReport
+from tests.kvtransfer.driven_engine import (
     BLOCK_BYTES,
     FAULTS,
     DrivenEngine,
@@ -18,11 +21,8 @@ from driven_engine import (
     engine_with,
     num_uncommitted,
 )
-from hypothesis import settings
-from random_engine import RandomEngine
-from small_engine import LAYERS, LAYOUT, SIZE
-
-from baton.kvtransfer.connector.handoffs.handoff_step import LoadReport
+from tests.kvtransfer.random_engine import RandomEngine
+from tests.kvtransfer.small_engine import LAYERS, LAYOUT, SIZE
 
 TestRandomEngine = RandomEngine.TestCase
 TestRandomEngine.settings = settings(

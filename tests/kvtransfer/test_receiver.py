@@ -4,7 +4,14 @@ import random
 from dataclasses import replace
 
 import pytest
-from receiver_harness import (
+
+from baton.kvtransfer import frames
+from baton.kvtransfer.errors import TransferRefused
+from baton.kvtransfer.frames import FrameKind
+from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.service.receive_state import ReceiveState
+from baton.v1 import kv_transfer_pb2 as pb
+from tests.kvtransfer.receiver_harness import (
     IDS,
     LAYOUT,
     LIMITS,
@@ -18,13 +25,6 @@ from receiver_harness import (
     refused,
     shard_truth,
 )
-
-from baton.kvtransfer import frames
-from baton.kvtransfer.errors import TransferRefused
-from baton.kvtransfer.frames import FrameKind
-from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.service.receive_state import ReceiveState
-from baton.v1 import kv_transfer_pb2 as pb
 
 
 @pytest.fixture

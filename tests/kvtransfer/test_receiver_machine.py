@@ -5,12 +5,18 @@ from dataclasses import dataclass, replace
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from receiver_harness import LAYOUT, Harness, honest_messages, open_message, shard_truth
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import TransferRefused
 from baton.kvtransfer.frames import FrameKind, Totals
 from baton.kvtransfer.service.receive_state import Grant, ReceiveState
+from tests.kvtransfer.receiver_harness import (
+    LAYOUT,
+    Harness,
+    honest_messages,
+    open_message,
+    shard_truth,
+)
 
 
 @dataclass

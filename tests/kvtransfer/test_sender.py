@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_transports import named
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Arena
@@ -15,6 +14,7 @@ from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.service.send_state import NotReserved, Reserved, SenderLimits, StopStream
 from baton.kvtransfer.service.sender import Sender
 from baton.v1 import kv_transfer_pb2 as pb
+from tests.kvtransfer.simulated_transports import named
 
 LAYOUT = KvLayout("m", "r", "float32", 3, 1, 8, 4, 128, "heads,tokens,content", tp_size=2)
 LIMITS = SenderLimits(max_wait_s=4, reply_grace_s=1, idle_timeout_s=3, linger_s=0.5, max_sends=8)

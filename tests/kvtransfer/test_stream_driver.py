@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from simulated_transports import named
 
 from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.service.sender import Sender, SenderLimits
 from baton.kvtransfer.service.stream_driver import StreamDriver
 from baton.kvtransfer.transports.outgoing import OutgoingFrame
 from baton.v1 import kv_transfer_pb2 as pb
+from tests.kvtransfer.simulated_transports import named
 
 
 class NoReplies:

@@ -5,13 +5,13 @@ import contextlib
 
 import grpc
 import pytest
-from raw_sender import dialled
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import MAX_TEXT_CHARS
 from baton.kvtransfer.frames import FrameKind
 from baton.kvtransfer.service.grpc_stream import MAX_UNREAD_REPLIES
 from baton.v1 import kv_transfer_pb2 as pb
+from tests.kvtransfer.raw_sender import dialled
 
 OPENED, DONE, REFUSED = (
     pb.HandoffReply.KIND_OPENED,

@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from raw_sender import dialled
-from simulated_transports import NamedTransport, named
-from whole_handoff import hand_over
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.arena import SEGMENT_PREFIX, Segment
@@ -27,6 +24,9 @@ from baton.kvtransfer.transports.transport import (
 from baton.runtime.kv.kv_transports import TRANSPORTS
 from baton.runtime.network import rpc
 from baton.v1 import kv_transfer_pb2 as pb
+from tests.kvtransfer.raw_sender import dialled
+from tests.kvtransfer.simulated_transports import NamedTransport, named
+from tests.kvtransfer.whole_handoff import hand_over
 
 
 def maps(pid):

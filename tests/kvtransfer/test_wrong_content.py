@@ -5,8 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from driven_engine import as_scheduled, engine_with
-from small_engine import LAYOUT, NUM_BLOCKS, SIZE, TOKEN_BYTES, Pool, Request, Service
 
 from baton.kvtransfer.connector.handoffs import handoff_scheduler
 from baton.kvtransfer.connector.handoffs.handoff_scheduler import HandoffScheduler
@@ -14,6 +12,16 @@ from baton.kvtransfer.connector.handoffs.rank_handoffs import RankHandoffs
 from baton.kvtransfer.connector.request_params import encode
 from baton.kvtransfer.handoff_orders import SendHandoff
 from baton.runtime.kv.kv_groups import KvGroup
+from tests.kvtransfer.driven_engine import as_scheduled, engine_with
+from tests.kvtransfer.small_engine import (
+    LAYOUT,
+    NUM_BLOCKS,
+    SIZE,
+    TOKEN_BYTES,
+    Pool,
+    Request,
+    Service,
+)
 
 BLOCK_BYTES = SIZE * TOKEN_BYTES
 # Layers that keep every token, and layers with a recurrent state.

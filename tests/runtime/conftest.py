@@ -1,12 +1,8 @@
-import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent))
-
-from otlp_collector import OtlpCollector
+from tests.runtime.otlp_collector import OtlpCollector
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,8 +20,6 @@ from baton.runtime import demo_model
 from baton.runtime.config import parse
 from baton.runtime.security import api_keys, watched_file
 from baton.runtime.security.dev_certs import ADMIN_NAME, CLIENT_NAME, CLUSTER_NAME, Authority
-
-sys.path.append(str(Path(__file__).parent))
 
 SERVER_NAMES = ["localhost", "127.0.0.1", "::1"]
 

@@ -6,7 +6,6 @@ import urllib.request
 
 import grpc
 import pytest
-from accepted_requests import WAIT_S, accepted, outcome
 
 from baton.client import AdminClient, BatonClient
 from baton.client.errors import (
@@ -18,6 +17,7 @@ from baton.client.errors import (
 from baton.coordinator.server import inference
 from baton.runtime.network import rpc
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from tests.security.accepted_requests import WAIT_S, accepted, outcome
 
 
 @pytest.fixture

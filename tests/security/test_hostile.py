@@ -9,15 +9,6 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
-from hostile import (
-    GARBAGE,
-    PREFACE,
-    call_with_length,
-    dropped,
-    idle_connections,
-    stream_ended,
-)
-from http_gateway import gateway, metrics
 from prometheus_client import CollectorRegistry
 
 from baton.client import BatonClient
@@ -28,6 +19,15 @@ from baton.runtime.security.refusals import Refusals
 from baton.runtime.security.security_config import SecurityConfig
 from baton.runtime.telemetry.metrics import MetricsServer
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from tests.security.hostile import (
+    GARBAGE,
+    PREFACE,
+    call_with_length,
+    dropped,
+    idle_connections,
+    stream_ended,
+)
+from tests.security.http_gateway import gateway, metrics
 
 # Longest wait for an event that must happen; long enough for a busy machine.
 WAIT_S = 120.0

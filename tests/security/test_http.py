@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import httpx2 as httpx
 import pytest
-from http_gateway import gateway, metrics
 
 from baton.gateway import cell, coordinator_queries
 from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.transports import links as links_module
 from baton.kvtransfer.transports.links import Links
 from baton.v1 import kv_transfer_pb2
+from tests.security.http_gateway import gateway, metrics
 
 # Longest wait for an event that must happen; long enough for a busy machine.
 WAIT_S = 120.0

@@ -4,14 +4,14 @@ import asyncio
 
 import httpx
 import pytest
-from http_gateway import gateway
-from tcp_relay import Relay
 
 from baton.client import AdminClient, BatonClient
 from baton.client.errors import UnauthenticatedError
 from baton.gateway import cell, coordinator_queries
 from baton.gateway.coordinator_queries import QueryLimiter
 from baton.gateway.error_responses import HttpError
+from tests.security.http_gateway import gateway
+from tests.security.tcp_relay import Relay
 
 # Longest wait for an event that must happen; long enough for a busy machine.
 WAIT_S = 120.0

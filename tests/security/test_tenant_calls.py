@@ -6,13 +6,13 @@ from contextlib import AsyncExitStack
 
 import grpc
 import pytest
-from accepted_requests import WAIT_S, accepted, outcome
 
 from baton.client import BatonClient
 from baton.client.errors import ResourceExhaustedError
 from baton.coordinator.server import inference
 from baton.runtime.network import rpc
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from tests.security.accepted_requests import WAIT_S, accepted, outcome
 
 
 @pytest.fixture

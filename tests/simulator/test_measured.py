@@ -1,8 +1,6 @@
 """A live cell's own load, compared with other ways to serve it."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import typer
@@ -13,10 +11,7 @@ from baton.runtime.ttft_target import TtftTarget
 from baton.simulator import comparison
 from baton.simulator.measured import NotMeasured, measured
 from baton.v1 import admin_pb2
-
-sys.path.append(str(Path(__file__).parents[1] / "coordinator"))
-
-from live_status import LiveCell
+from tests.coordinator.live_status import LiveCell
 
 
 def described(cell: LiveCell):

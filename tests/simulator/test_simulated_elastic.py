@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from bursty_load import SIMULATED, bursty
 
 from baton.runtime.config import parse
 from baton.simulator.run import simulate
+from tests.simulator.bursty_load import SIMULATED, bursty
 
 NUM_WORKERS = 4
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from bursty_load import SIMULATED, bursty
 
 from baton.load.traces import Arrival
 from baton.runtime.config import parse
 from baton.simulator.run import COLOCATED, simulate
+from tests.simulator.bursty_load import SIMULATED, bursty
 
 
 def served(arrivals, policy="static", *, num_workers, ttft_ms, itl_ms, elastic=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -32,10 +31,7 @@ from baton.simulator.record import Moment
 from baton.simulator.report import figures
 from baton.simulator.run import simulate
 from baton.v1 import common_pb2
-
-sys.path.append(str(Path(__file__).parents[1] / "coordinator"))
-
-from virtual_cell import VirtualCell, WorkerShape
+from tests.coordinator.virtual_cell import VirtualCell, WorkerShape
 
 DATA = Path(__file__).parents[1] / "data"
 MODEL = LatencyModel(0.005, 0.0001, 0.0, 0.010, 0.0001, 1e-7)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 
-from bursty_load import SIMULATED as GPU
-from bursty_load import bursty
-
 from baton.load.traces import Arrival
 from baton.runtime.config import parse
 from baton.simulator.run import simulate
+from tests.simulator.bursty_load import SIMULATED as GPU
+from tests.simulator.bursty_load import bursty
 
 # A prompt of 1,500 tokens takes 2 s, a decode step of one stream 28 ms.
 SIMULATED = {

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import engine_cases
 import pytest
 import pytest_asyncio
 import torch
-import vllm_cases as cases
-from vllm_adapters import NAMES, make_adapter
-from vllm_cluster import (
+
+from baton.client.client import BatonClient
+from baton.runtime import demo_model
+from tests.vllm import engine_cases
+from tests.vllm import vllm_cases as cases
+from tests.vllm.vllm_adapters import NAMES, make_adapter
+from tests.vllm.vllm_cluster import (
     CONFIG,
     DECODE,
     RELAY_HOST,
@@ -19,11 +22,8 @@ from vllm_cluster import (
     start_cluster,
     stop_cluster,
 )
-from vllm_programs import PlainVllm, Program
-from vllm_relay import Relay, as_it_is
-
-from baton.client.client import BatonClient
-from baton.runtime import demo_model
+from tests.vllm.vllm_programs import PlainVllm, Program
+from tests.vllm.vllm_relay import Relay, as_it_is
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import engine_cases
-import vllm_cases as cases
-from engine_handoffs import TIMEOUT_S, Side, left_behind, side
-from engine_host_tier import ask, evict, hashes
-from forked_engines import fork_engines
-
 from baton.kvtransfer.disk.orders import owner_of
+from tests.vllm import engine_cases
+from tests.vllm import vllm_cases as cases
+from tests.vllm.engine_handoffs import TIMEOUT_S, Side, left_behind, side
+from tests.vllm.engine_host_tier import ask, evict, hashes
+from tests.vllm.forked_engines import fork_engines
 
 # As many blocks as the engine's cache has; see engine_cases.py.
 HOST_BYTES = 64 * 2**15

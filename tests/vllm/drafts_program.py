@@ -11,16 +11,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import draft_checkpoints
-import vllm_cases as cases
-from engine_handoffs import Side, hand_over, left_behind, side
-from engine_recoveries import recovered
-from forked_engines import fork_engines
-
 from baton.engine.base import EngineRequest, RequestRejected
 from baton.kvtransfer.handoff_orders import ReceiveHandoff
 from baton.runtime.process import affinity
 from baton.v1 import common_pb2
+from tests.vllm import draft_checkpoints
+from tests.vllm import vllm_cases as cases
+from tests.vllm.engine_handoffs import Side, hand_over, left_behind, side
+from tests.vllm.engine_recoveries import recovered
+from tests.vllm.forked_engines import fork_engines
 
 # Tokens that a step drafts for a request.
 NUM_DRAFTED = 3

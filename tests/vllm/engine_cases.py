@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import vllm_cases as cases
+from tests.vllm import vllm_cases as cases
 
 MODEL, RANKS = "demo-2-layers", cases.num_ranks(2)
 SHARED = 4 * cases.BLOCK_SIZE

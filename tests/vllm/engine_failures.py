@@ -8,14 +8,14 @@ import secrets
 import signal
 from typing import Any
 
-import vllm_cases as cases
-from engine_handoffs import Side
 from vllm.v1.engine import EngineCoreRequest
 
 from baton.engine.base import EngineDead, EngineOutput, EngineRequest, Finish
 from baton.kvtransfer.engine_port import EnginePort
 from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.v1 import common_pb2
+from tests.vllm import vllm_cases as cases
+from tests.vllm.engine_handoffs import Side
 
 TIMEOUT_S, COMMIT_TIMEOUT_S = 120.0, 3600.0
 SAMPLING = common_pb2.SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

@@ -9,16 +9,15 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import vllm_cases as cases
-from engine_cases import FETCHED as HELD
-from engine_cases import NUM_FETCH_TOKENS as NUM_TOKENS
-from engine_handoffs import STAGING, TIMEOUT_S, Side, spoil
-from engine_host_tier import ask, evict, greedy
-
 from baton.engine.base import EngineOutput, EngineRequest, Finish, cached_prefix_request
 from baton.kvtransfer.engine_port import EnginePort, filled_frame
 from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.kvtransfer.transfer_client import TransferClient
+from tests.vllm import vllm_cases as cases
+from tests.vllm.engine_cases import FETCHED as HELD
+from tests.vllm.engine_cases import NUM_FETCH_TOKENS as NUM_TOKENS
+from tests.vllm.engine_handoffs import STAGING, TIMEOUT_S, Side, spoil
+from tests.vllm.engine_host_tier import ask, evict, greedy
 
 
 async def serve(

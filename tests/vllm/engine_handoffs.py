@@ -9,8 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from itertools import takewhile
 from typing import Any, Literal
 
-import vllm_cases as cases
-
 from baton.engine.base import EngineInfo, EngineOutput, EngineRequest
 from baton.engine.served_model import ServedModel
 from baton.engine.vllm_engine import VllmEngine
@@ -22,6 +20,7 @@ from baton.runtime.kv.kv_store_config import KvStoreConfig
 from baton.runtime.prompts.block_hashes import block_hashes
 from baton.runtime.prompts.sampling import needs_exact_state
 from baton.v1 import common_pb2, kv_transfer_pb2
+from tests.vllm import vllm_cases as cases
 
 ENGINE_ARGS = {
     "dtype": "float32",

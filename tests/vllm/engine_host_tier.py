@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import vllm_cases as cases
-from engine_handoffs import TIMEOUT_S, Side, hand_over
-
 from baton.engine.base import EngineRequest
 from baton.runtime.prompts.block_hashes import block_hashes, root_of
 from baton.v1 import common_pb2
+from tests.vllm import vllm_cases as cases
+from tests.vllm.engine_handoffs import TIMEOUT_S, Side, hand_over
 
 NUM_OUTPUTS = 40
 

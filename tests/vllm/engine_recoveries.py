@@ -9,13 +9,12 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-import vllm_cases as cases
-from engine_handoffs import TIMEOUT_S, Side
-
 from baton.engine.base import EngineRequest
 from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.runtime.prompts.sampling import needs_exact_state
 from baton.v1 import common_pb2
+from tests.vllm import vllm_cases as cases
+from tests.vllm.engine_handoffs import TIMEOUT_S, Side
 
 # The coordinator's sampling of a prefill for the KV cache alone.
 ONLY_PROMPT = common_pb2.SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)

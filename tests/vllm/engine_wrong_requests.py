@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from engine_handoffs import Side
-
 from baton.engine.base import EngineRequest, RequestRejected
 from baton.v1 import common_pb2
+from tests.vllm.engine_handoffs import Side
 
 # A client can send all of these, and the coordinator does not detect that they are wrong.
 WRONG = {

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import vllm_cases as cases
-from engine_cases import HOST_BYTES, NUM_FETCH_TOKENS, WAYS, unequal
-from engine_failures import failures
-from engine_fetches import fetch, fetches
-from engine_handoffs import (
+
+from baton.runtime.process import affinity
+from tests.vllm import vllm_cases as cases
+from tests.vllm.engine_cases import HOST_BYTES, NUM_FETCH_TOKENS, WAYS, unequal
+from tests.vllm.engine_failures import failures
+from tests.vllm.engine_fetches import fetch, fetches
+from tests.vllm.engine_handoffs import (
     ENGINE_ARGS,
     TIMEOUT_S,
     Side,
@@ -23,12 +25,10 @@ from engine_handoffs import (
     left_behind,
     side,
 )
-from engine_host_tier import ask, host_tier
-from engine_recoveries import continued
-from engine_wrong_requests import wrong_requests
-from forked_engines import fork_engines, has_started
-
-from baton.runtime.process import affinity
+from tests.vllm.engine_host_tier import ask, host_tier
+from tests.vllm.engine_recoveries import continued
+from tests.vllm.engine_wrong_requests import wrong_requests
+from tests.vllm.forked_engines import fork_engines, has_started
 
 
 def shared_segments() -> list[str]:

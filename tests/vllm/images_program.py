@@ -14,12 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import vllm_cases as cases
-from engine_handoffs import TIMEOUT_S, Side, left_behind, side
-from forked_engines import fork_engines
-from image_model import png, write_image_model
 from vllm import LLM
-from vllm_reference import ENGINE_ARGS, sampling_params
 
 from baton.engine import vllm_images
 from baton.engine.base import EngineOutput, EngineRequest, Finish, RenderedPrompt
@@ -30,6 +25,11 @@ from baton.runtime.prompts.block_hashes import block_hashes
 from baton.runtime.prompts.prompt_images import block_keys
 from baton.v1 import common_pb2, inference_pb2
 from baton.worker.model_check import images_of
+from tests.vllm import vllm_cases as cases
+from tests.vllm.engine_handoffs import TIMEOUT_S, Side, left_behind, side
+from tests.vllm.forked_engines import fork_engines
+from tests.vllm.image_model import png, write_image_model
+from tests.vllm.vllm_reference import ENGINE_ARGS, sampling_params
 
 MAX_PIXELS = 2**20
 # Three long answers do not fit into this cache at the same time.

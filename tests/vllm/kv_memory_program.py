@@ -8,12 +8,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import other_models_program as models
-from engine_handoffs import ENGINE_ARGS, side
-from forked_engines import fork_engines
 from vllm import LLM
 
 from baton.runtime.process import affinity
+from tests.vllm import other_models_program as models
+from tests.vllm.engine_handoffs import ENGINE_ARGS, side
+from tests.vllm.forked_engines import fork_engines
 
 
 async def under_baton(model: str, directory: Path, engine_args: dict[str, Any]) -> dict[str, Any]:

@@ -17,10 +17,6 @@ from unittest import mock
 
 import torch
 import transformers
-import vllm_cases as cases
-from engine_handoffs import Side, handed_over, left_behind, side
-from engine_recoveries import recovered
-from forked_engines import fork_engines
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend
 
@@ -29,6 +25,10 @@ from baton.engine.base import EngineRequest
 from baton.runtime import demo_model
 from baton.runtime.process import affinity
 from baton.v1 import common_pb2
+from tests.vllm import vllm_cases as cases
+from tests.vllm.engine_handoffs import Side, handed_over, left_behind, side
+from tests.vllm.engine_recoveries import recovered
+from tests.vllm.forked_engines import fork_engines
 
 _SIZES = {
     "vocab_size": 512,

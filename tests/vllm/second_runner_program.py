@@ -1,6 +1,6 @@
 """Answers of vLLM's second model runner, with Baton and alone; see interpreted/sitecustomize.py.
 
-`python second_runner_program.py MODEL DIRECTORY < cases.json`
+Arguments: MODEL DIRECTORY; it reads the cases from standard input.
 
 It runs in a process with another environment than the tests' process, so it has a fork server of
 its own.
@@ -16,14 +16,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from vllm_programs import Program
+from tests.vllm.vllm_programs import Program
 
 HOW = ("split", "plain")
 
 
 async def split(model: str, given: dict[str, Any]) -> dict[str, Any]:
     """Runs the cases on a prefill and a decode engine of one rank each."""
-    from engine_handoffs import handed_over, side
+    from tests.vllm.engine_handoffs import handed_over, side
 
     async with contextlib.AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
@@ -40,8 +40,8 @@ async def split(model: str, given: dict[str, Any]) -> dict[str, Any]:
 
 def main(how: str, model: str, given: dict[str, Any]) -> Any:
     """Returns the results of the cases with Baton ("split"), or of plain vLLM ("plain")."""
-    import vllm_reference
-    from forked_engines import fork_engines
+    from tests.vllm import vllm_reference
+    from tests.vllm.forked_engines import fork_engines
 
     if how == "plain":
         return vllm_reference.main(model, {"cases": given["one_by_one"] + given["together"]})

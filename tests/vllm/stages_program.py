@@ -9,11 +9,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from engine_handoffs import handed_over, left_behind, side
-from forked_engines import fork_engines
-from other_models_program import ENGINE_ARGS, OWN_ARGS, answered_alone, make
-
 from baton.runtime.process import affinity
+from tests.vllm.engine_handoffs import handed_over, left_behind, side
+from tests.vllm.forked_engines import fork_engines
+from tests.vllm.other_models_program import ENGINE_ARGS, OWN_ARGS, answered_alone, make
 
 
 async def run(name: str, sizes: list[int], given: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 import vllm
-from scheduling_program import BLOCK, HANDOFF, LATE, PRIOR, URGENT, Engine, Port
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
@@ -33,6 +32,7 @@ from baton.kvtransfer.handoff_orders import ReceiveHandoff
 from baton.runtime.steps.latency_fit import LatencyFit
 from baton.runtime.steps.step_budget import StepTargets
 from baton.v1 import kv_transfer_pb2
+from tests.vllm.scheduling_program import BLOCK, HANDOFF, LATE, PRIOR, URGENT, Engine, Port
 
 NUM_BLOCKS = 14
 MAX_LORAS = 2

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-import vllm_cases as cases
-from vllm_adapters import NAMES
-from vllm_cluster import Cluster
-from vllm_programs import PlainVllm
 
 from baton.client.client import BatonClient
 from baton.client.errors import NotFoundError
+from tests.vllm import vllm_cases as cases
+from tests.vllm.vllm_adapters import NAMES
+from tests.vllm.vllm_cluster import Cluster
+from tests.vllm.vllm_programs import PlainVllm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 

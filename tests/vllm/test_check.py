@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import yaml
-from test_refusals import DECODER, MODELS
-from vllm_programs import Program
 
 from baton.runtime import demo_model
 from baton.runtime.config import load
+from tests.vllm.test_refusals import DECODER, MODELS
+from tests.vllm.vllm_programs import Program
 
 pytestmark = [pytest.mark.vllm]
 

@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from vllm_programs import Program
+
+from tests.vllm.vllm_programs import Program
 
 pytestmark = [pytest.mark.vllm]
 

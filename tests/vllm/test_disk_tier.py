@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import engine_cases
 import pytest
-import vllm_cases as cases
-from vllm_programs import Program
 
 from baton.runtime import demo_model
+from tests.vllm import engine_cases
+from tests.vllm import vllm_cases as cases
+from tests.vllm.vllm_programs import Program
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import vllm_cases as cases
-from vllm_programs import Program
+
+from tests.vllm import vllm_cases as cases
+from tests.vllm.vllm_programs import Program
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

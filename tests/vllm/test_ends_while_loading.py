@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from vllm_cluster import CONFIG, ENGINE_ARGS, start_worker
 
 from baton.runtime import demo_model
+from tests.vllm.vllm_cluster import CONFIG, ENGINE_ARGS, start_worker
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import vllm_cases as cases
-from engine_cases import FETCHED as HELD
-from engine_cases import NUM_FETCH_TOKENS as NUM_TOKENS
-from vllm_programs import Program
+
+from tests.vllm import vllm_cases as cases
+from tests.vllm.engine_cases import FETCHED as HELD
+from tests.vllm.engine_cases import NUM_FETCH_TOKENS as NUM_TOKENS
+from tests.vllm.vllm_programs import Program
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from vllm_programs import Program
+
+from tests.vllm.vllm_programs import Program
 
 pytestmark = pytest.mark.vllm
 

@@ -13,9 +13,12 @@ from collections.abc import AsyncIterator, Iterator
 import psutil
 import pytest
 import pytest_asyncio
-import vllm_cases as cases
-from vllm_cluster import DECODE, PREFILL, RELAY_HOST, Cluster
-from vllm_guests import (
+
+from baton.client.client import BatonClient
+from baton.client.stream import TokenStream
+from tests.vllm import vllm_cases as cases
+from tests.vllm.vllm_cluster import DECODE, PREFILL, RELAY_HOST, Cluster
+from tests.vllm.vllm_guests import (
     SOON_S,
     Guests,
     begun,
@@ -30,11 +33,8 @@ from vllm_guests import (
     session_at,
     tokens_of,
 )
-from vllm_relay import Once, Relay
-from worker_parts import Remains, family, metric, released, staging, stopped
-
-from baton.client.client import BatonClient
-from baton.client.stream import TokenStream
+from tests.vllm.vllm_relay import Once, Relay
+from tests.vllm.worker_parts import Remains, family, metric, released, staging, stopped
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 

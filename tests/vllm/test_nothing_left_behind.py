@@ -14,9 +14,6 @@ import time
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-import vllm_cases as cases
-from vllm_cluster import DECODE, MAX_DECODES, SEND_BYTES, Cluster
-from worker_parts import stopped
 
 from baton.client import errors
 from baton.client.client import BatonClient
@@ -25,6 +22,9 @@ from baton.client.stream import TokenStream
 from baton.kvtransfer import local_wire
 from baton.kvtransfer.engine_port import EnginePort
 from baton.v1 import admin_pb2, kv_transfer_pb2
+from tests.vllm import vllm_cases as cases
+from tests.vllm.vllm_cluster import DECODE, MAX_DECODES, SEND_BYTES, Cluster
+from tests.vllm.worker_parts import stopped
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 

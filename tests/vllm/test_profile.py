@@ -9,11 +9,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import vllm_cases as cases
-from vllm_cluster import Cluster
 
 from baton.client.admin import AdminClient
 from baton.client.client import BatonClient
+from tests.vllm import vllm_cases as cases
+from tests.vllm.vllm_cluster import Cluster
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 

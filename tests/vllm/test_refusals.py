@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_programs import Program, fork, run_baton
+
+from tests.vllm.vllm_programs import Program, fork, run_baton
 
 # vLLM inspects a model class for the first time in a separate process, and caches the result.
 pytestmark = [pytest.mark.vllm]

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from image_model import write_image_model
-from test_refusals import LLAMA
-from vllm_programs import Program
 
 from baton.kvtransfer.disk import block_file
 from baton.kvtransfer.disk.block_file import Identity
 from baton.kvtransfer.disk.directory import DiskDirectory, rank_directory, scan
 from baton.kvtransfer.disk.orders import BlockName, owner_of
+from tests.vllm.image_model import write_image_model
+from tests.vllm.test_refusals import LLAMA
+from tests.vllm.vllm_programs import Program
 
 pytestmark = [pytest.mark.vllm]
 

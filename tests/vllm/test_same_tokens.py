@@ -6,10 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
-import vllm_cases as cases
-from vllm_cluster import Cluster
 
 from baton.client.client import BatonClient
+from tests.vllm import vllm_cases as cases
+from tests.vllm.vllm_cluster import Cluster
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from vllm_programs import Program
+
+from tests.vllm.vllm_programs import Program
 
 pytestmark = pytest.mark.vllm
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import vllm_cases as cases
 
 from baton.runtime import demo_model
 from baton.runtime.process import affinity
+from tests.program_command import command_of
+from tests.vllm import vllm_cases as cases
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -74,7 +74,7 @@ def made(
     log = directory / "log"
     with cases_in.open() as given, log.open("w") as said:
         code = subprocess.run(
-            [sys.executable, str(HERE / "second_runner_program.py"), model, str(directory)],
+            [*command_of("tests.vllm.second_runner_program"), model, str(directory)],
             stdin=given,
             stdout=said,
             stderr=said,

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import vllm_cases as cases
-from vllm_programs import Program
+
+from tests.vllm import vllm_cases as cases
+from tests.vllm.vllm_programs import Program
 
 pytestmark = [
     pytest.mark.vllm,

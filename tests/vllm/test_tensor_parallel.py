@@ -11,11 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import vllm_cases as cases
-from engine_cases import FETCHED, MODEL, RANKS, SHARED, WAYS, one_by_one, together, unequal
-from vllm_programs import PlainVllm, Program
 
 from baton.runtime import demo_model
+from tests.vllm import vllm_cases as cases
+from tests.vllm.engine_cases import (
+    FETCHED,
+    MODEL,
+    RANKS,
+    SHARED,
+    WAYS,
+    one_by_one,
+    together,
+    unequal,
+)
+from tests.vllm.vllm_programs import PlainVllm, Program
 
 pytestmark = [
     pytest.mark.vllm,

@@ -7,13 +7,13 @@ import secrets
 from collections.abc import Callable
 
 import pytest
-import vllm_cases as cases
-from vllm_cluster import Cluster
-from vllm_relay import Relay, Spoil
 
 from baton.client.client import BatonClient
 from baton.kvtransfer import frames
 from baton.v1 import kv_transfer_pb2
+from tests.vllm import vllm_cases as cases
+from tests.vllm.vllm_cluster import Cluster
+from tests.vllm.vllm_relay import Relay, Spoil
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 

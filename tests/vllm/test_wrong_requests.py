@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from vllm_programs import Program
+
+from tests.vllm.vllm_programs import Program
 
 pytestmark = pytest.mark.vllm
 

@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import vllm_cases as cases
 import yaml
-from vllm_programs import TORCH, fork, run_baton
-from vllm_relay import Relay
-from worker_parts import metric
 
 from baton.client.admin import AdminClient
 from baton.client.client import BatonClient
 from baton.kvtransfer.engine_port import EnginePort
 from baton.runtime.process.affinity import VLLM_BIND_THREADS
 from baton.v1 import admin_pb2, common_pb2
+from tests.vllm import vllm_cases as cases
+from tests.vllm.vllm_programs import TORCH, fork, run_baton
+from tests.vllm.vllm_relay import Relay
+from tests.vllm.worker_parts import metric
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 START_TIMEOUT_S = 480

@@ -8,15 +8,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
-import vllm_cases as cases
-from vllm_cluster import CONFIG, START_TIMEOUT_S, Cluster, start_worker
-from vllm_relay import Hold, Relay, as_it_is
-from worker_parts import family
 
 from baton.client import AdminClient
 from baton.client.client import BatonClient
 from baton.client.events import Tokens
 from baton.client.stream import TokenStream
+from tests.vllm import vllm_cases as cases
+from tests.vllm.vllm_cluster import CONFIG, START_TIMEOUT_S, Cluster, start_worker
+from tests.vllm.vllm_relay import Hold, Relay, as_it_is
+from tests.vllm.worker_parts import family
 
 LOOPBACK = "127.0.0.1"
 LEASE_S = 1.0

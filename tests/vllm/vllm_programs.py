@@ -20,10 +20,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-import vllm_cases as cases
 
 from baton.runtime.closing import Closing
 from baton.runtime.process import affinity, output_streams
+from tests.vllm import vllm_cases as cases
 
 TIMEOUT_S = 500
 # torch believes the CPU's flags. Otherwise each rank compiles and runs programs to test its vector
@@ -91,7 +91,7 @@ class Program(Closing):
     """A program that runs from its construction on.
 
     Args:
-        name: Name of its module, whose `main` it runs.
+        name: Name of its module in this folder, whose `main` it runs.
         arguments: Arguments of `main`.
         directory: Directory for its files.
     """
@@ -116,7 +116,7 @@ class Program(Closing):
 
 
 def _write_result(output: Path, name: str, arguments: Sequence[Any]) -> None:
-    output.write_text(json.dumps(importlib.import_module(name).main(*arguments)))
+    output.write_text(json.dumps(importlib.import_module(f"tests.vllm.{name}").main(*arguments)))
 
 
 class PlainVllm(Program):

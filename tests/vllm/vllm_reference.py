@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import vllm_cases as cases
-from forked_engines import fork_engines
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
+
+from tests.vllm import vllm_cases as cases
+from tests.vllm.forked_engines import fork_engines
 
 ENGINE_ARGS = {
     "dtype": "float32",

@@ -1,5 +1,4 @@
 import contextlib
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -9,14 +8,9 @@ from baton.engine.sim_tokens import Vocabulary
 from baton.runtime import demo_model
 from baton.runtime.config import parse
 from baton.v1 import common_pb2
-
-sys.path.append(str(Path(__file__).parent))
-sys.path.append(str(Path(__file__).parents[1] / "runtime"))
-sys.path.append(str(Path(__file__).parents[1] / "kvtransfer"))
-
-from forked_services import forked_services
-from otlp_collector import OtlpCollector
-from scripted_coordinator import WAIT_S, RunningWorker, ScriptedCoordinator, end_worker
+from tests.kvtransfer.forked_services import forked_services
+from tests.runtime.otlp_collector import OtlpCollector
+from tests.worker.scripted_coordinator import WAIT_S, RunningWorker, ScriptedCoordinator, end_worker
 
 __all__ = ["forked_services"]
 

@@ -2,13 +2,13 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_coordinator import spec
 
 from baton.kvtransfer.block_changes import CacheChange
 from baton.runtime.prompts.block_hashes import block_hashes
 from baton.v1 import cluster_pb2, common_pb2
 from baton.worker.cache_reports import MAX_HASHES_PER_MESSAGE, CacheReports
 from baton.worker.outbox import Outbox
+from tests.worker.scripted_coordinator import spec
 
 # In the order in which a worker reports them.
 TIERS = (cluster_pb2.CACHE_TIER_UNSPECIFIED, cluster_pb2.CACHE_TIER_HOST)

@@ -13,13 +13,20 @@ from dataclasses import dataclass, field
 
 import psutil
 import pytest
-from scripted_coordinator import WAIT_S, ScriptedCoordinator, plan, send_prefix, spec, tokens_of
-from vllm_relay import HOLD_TIMEOUT_S, Relay, over_the_wire
-from worker_parts import stopped
 
 from baton.engine.sim_tokens import expected_tokens
 from baton.kvtransfer import frames
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from tests.vllm.vllm_relay import HOLD_TIMEOUT_S, Relay, over_the_wire
+from tests.vllm.worker_parts import stopped
+from tests.worker.scripted_coordinator import (
+    WAIT_S,
+    ScriptedCoordinator,
+    plan,
+    send_prefix,
+    spec,
+    tokens_of,
+)
 
 DECODE = common_pb2.ROLE_DECODE
 COMMITTED = kv_transfer_pb2.HANDOFF_STATE_COMMITTED

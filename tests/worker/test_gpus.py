@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import sys
-from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from baton.worker import gpus
-
-sys.path.append(str(Path(__file__).parents[1] / "deploy"))
-
-from fake_nvml import FakeNvml
+from tests.deploy.fake_nvml import FakeNvml
 
 
 def shown(collector: gpus.GpuCollector) -> str:

@@ -5,11 +5,18 @@ import secrets
 import sys
 
 import pytest
-from scripted_coordinator import WAIT_S, ScriptedCoordinator, plan, send_prefix, spec, tokens_of
 
 from baton.engine.sim_tokens import expected_tokens
 from baton.kvtransfer import layout
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from tests.worker.scripted_coordinator import (
+    WAIT_S,
+    ScriptedCoordinator,
+    plan,
+    send_prefix,
+    spec,
+    tokens_of,
+)
 
 DECODE = common_pb2.ROLE_DECODE
 FAILED = kv_transfer_pb2.HANDOFF_STATE_FAILED

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 from google.rpc import code_pb2
-from scripted_coordinator import WAIT_S, spec
 
 from baton.engine.base import EngineDead, NoProfiler, Trace
 from baton.runtime.profiling import CHUNK_BYTES, WINDOW_BYTES
 from baton.v1 import cluster_pb2
 from baton.worker.outbox import Outbox
 from baton.worker.profiles import Profiles
+from tests.worker.scripted_coordinator import WAIT_S, spec
 
 
 def record(profile_id: int, seconds: float = 0.05) -> cluster_pb2.ProfileCommand:

@@ -4,7 +4,6 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from scripted_coordinator import WAIT_S
 
 from baton.engine.base import EngineOutput, EngineStep, Finish
 from baton.kvtransfer.layout import KvLayout
@@ -13,6 +12,7 @@ from baton.v1 import kv_transfer_pb2 as pb
 from baton.worker.outbox import Outbox
 from baton.worker.runner import Runner
 from baton.worker.tier_reports import TierReports
+from tests.worker.scripted_coordinator import WAIT_S
 
 LAYOUT = KvLayout("m", "r", "uint8", 1, 1, 64, 4, 64, "axes")
 SENT, FOREIGN = b"s" * 16, b"f" * 16

@@ -5,10 +5,17 @@ import secrets
 import socket
 
 import pytest
-from scripted_coordinator import WAIT_S, ScriptedCoordinator, plan, send_prefix, spec, tokens_of
 
 from baton.engine.sim_tokens import expected_tokens
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from tests.worker.scripted_coordinator import (
+    WAIT_S,
+    ScriptedCoordinator,
+    plan,
+    send_prefix,
+    spec,
+    tokens_of,
+)
 
 pytestmark = pytest.mark.usefixtures("forked_services")
 

@@ -5,15 +5,15 @@ import contextlib
 import secrets
 
 import pytest
-from otlp_collector import OtlpCollector
 from prometheus_client import generate_latest
-from scripted_coordinator import WAIT_S, ScriptedCoordinator, plan, spec, tokens_of
 
 from baton.runtime.config import TracingConfig
 from baton.runtime.telemetry.tracing import Tracing
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 from baton.worker.handoffs import RECEIVE, SEND, HandoffLog, receive_spans, send_spans
 from baton.worker.metrics import Snapshot, WorkerCollector
+from tests.runtime.otlp_collector import OtlpCollector
+from tests.worker.scripted_coordinator import WAIT_S, ScriptedCoordinator, plan, spec, tokens_of
 
 pytestmark = pytest.mark.usefixtures("forked_services")
 

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 from google.rpc import code_pb2
-from scripted_coordinator import WAIT_S
 
 from baton.client.request import build
 from baton.v1 import cluster_pb2
 from baton.worker import renders
+from tests.worker.scripted_coordinator import WAIT_S
 
 pytestmark = pytest.mark.usefixtures("forked_services")
 

@@ -4,10 +4,10 @@ import socket
 
 import pytest
 from google.rpc import code_pb2
-from scripted_coordinator import plan, spec, tokens_of
 
 from baton.engine.sim_tokens import expected_tokens
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from tests.worker.scripted_coordinator import plan, spec, tokens_of
 
 pytestmark = pytest.mark.usefixtures("forked_services")
 

@@ -3,10 +3,10 @@
 import secrets
 
 import pytest
-from scripted_coordinator import ScriptedCoordinator, plan, spec, tokens_of
 
 from baton.engine.sim_tokens import expected_tokens
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from tests.worker.scripted_coordinator import ScriptedCoordinator, plan, spec, tokens_of
 
 pytestmark = pytest.mark.usefixtures("forked_services")
 

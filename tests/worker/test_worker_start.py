@@ -6,9 +6,9 @@ import sys
 
 import psutil
 import pytest
-from scripted_coordinator import WAIT_S
 
 from baton.runtime.process import worker_directory
+from tests.worker.scripted_coordinator import WAIT_S
 
 # Replaces Python as the transfer service: creates a file when it starts, and never serves.
 SILENT_SERVICE = """#!/bin/sh

@@ -8,7 +8,6 @@ import psutil
 import pytest
 from google.rpc import code_pb2
 from prometheus_client import generate_latest
-from scripted_coordinator import WAIT_S, ScriptedCoordinator, plan, spec, tokens_of
 
 from baton.engine.sim_tokens import expected_tokens
 from baton.runtime.security import dev_certs
@@ -24,6 +23,7 @@ from baton.worker.metrics import (
     TierCounts,
     WorkerCollector,
 )
+from tests.worker.scripted_coordinator import WAIT_S, ScriptedCoordinator, plan, spec, tokens_of
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 SLOW = {"time_scale": 1.0, "step_base_ms": 20, "prefill_base_ms": 20}
