@@ -57,6 +57,7 @@ class Scaler:
     Attributes:
         launches: processes that this coordinator has started.
         active: whether a launcher exists; without one the scaler decides nothing.
+        has_stopped: whether it was active and decides nothing any more.
         decisions: log of the decisions on each pool.
     """
 
@@ -79,7 +80,7 @@ class Scaler:
         # Configured limits; `_policy_config` adds the fixed sizes.
         self._config = self._policy.config
         self.launches = Launches(workers, stats, emit)
-        self.active = False
+        self.active = self.has_stopped = False
         self._sizes = PoolSizes(autoscale=settings.autoscale)
         self.decisions = DecisionLog()
         # GPUs used by workers of a rollout or of a retiring fleet.
@@ -239,6 +240,7 @@ class Scaler:
 
     def stop(self) -> None:
         """Stops making decisions."""
+        self.has_stopped = self.has_stopped or self.active
         self.active = False
         self._timers.cancel(CoreTimer.SCALING)
 

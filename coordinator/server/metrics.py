@@ -253,7 +253,9 @@ class CoreCollector(Collector):
             "baton_cold_starts", "Workers that attached for the first time.", labels=["pool"]
         )
         for pool in Pool:
-            desired.add_metric([pool.value], scaler.desired(pool))
+            # An alert takes 0 for a pool that its load has shrunk, not for a coordinator that ends.
+            if not scaler.has_stopped:
+                desired.add_metric([pool.value], scaler.desired(pool))
             starting.add_metric([pool.value], scaler.launches.num_starting(pool))
             starts.add_metric([pool.value], stats.cold_starts[pool.value])
         yield desired

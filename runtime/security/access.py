@@ -8,7 +8,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from baton.runtime.errors import BatonError, PermissionDenied, ResourceExhausted, Unauthenticated
+from baton.runtime.errors import (
+    BatonError,
+    PermissionDenied,
+    ResourceExhausted,
+    Unauthenticated,
+    shown,
+)
 from baton.runtime.security import api_keys
 from baton.runtime.security.api_keys import Grants, LaneName
 from baton.runtime.security.jwt_tokens import BadToken, JwtVerifier
@@ -130,7 +136,7 @@ class Access:
         refusal = ""
         if tenant and tenant != grants.tenant:
             reason = "tenant"
-            refusal = f"tenant is {tenant}; this credential may use {grants.tenant}"
+            refusal = f"tenant is {shown(tenant)}; this credential may use {grants.tenant}"
         elif lane not in grants.lanes:
             allowed = ", ".join(grants.lanes)
             reason, refusal = "lane", f"lane is {lane}; this credential may use {allowed}"

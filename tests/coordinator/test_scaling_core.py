@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.coordinator.scaling.launches import Launches
+from baton.coordinator.server.metrics import CoreCollector
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.fleets import Fleets
 from baton.coordinator.state.pools import ROLE_OF, Pool
@@ -14,6 +15,7 @@ from baton.coordinator.state.scaling_config import PoolLimits, Targets
 from baton.coordinator.state.workers import WorkerRegistry
 from baton.coordinator.telemetry.stats import CoreStats
 from baton.runtime import errors
+from baton.runtime.config import parse
 from baton.v1 import cluster_pb2, common_pb2
 from tests.coordinator.launched_world import Launched
 
@@ -425,6 +427,24 @@ def test_nothing_is_started_once_the_coordinator_stops(launched):
     made.world.handle(ev.WorkerExited("decode-0", "was killed by SIGKILL"))
     made.wait(30)
     assert len(made.started) == 2
+
+
+def test_a_coordinator_that_stops_exports_no_desired_size(launched):
+    """Alerts take 0 for a pool that its load has shrunk to nothing."""
+    made = launched(autoscale=True)
+    config = parse({"scaling": {"autoscale": True}}, "test")
+
+    def desired() -> list[float]:
+        return [
+            sample.value
+            for family in CoreCollector(made.core, config).collect()
+            if family.name == "baton_workers_desired"
+            for sample in family.samples
+        ]
+
+    assert desired() == [1, 1]
+    made.world.handle(ev.AdmissionClosed())
+    assert desired() == []
 
 
 # ---- Sizes decided by the load.

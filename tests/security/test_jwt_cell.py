@@ -100,7 +100,7 @@ async def test_tokens_of_an_identity_provider(issuer, model, tmp_path):
         async with BatonClient(grpc, api_key=good) as client:
             answer = await client.complete(PROMPT, max_tokens=3, timeout_s=WAIT_S)
             assert answer.usage.completion_tokens == 3
-            told = "tenant is finance; this credential may use "
+            told = "tenant is 'finance'; this credential may use "
             with pytest.raises(errors.PermissionDeniedError, match=told):
                 await client.complete(PROMPT, max_tokens=3, tenant="finance", timeout_s=WAIT_S)
         status, body = await asyncio.to_thread(post, http, good)
