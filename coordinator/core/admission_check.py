@@ -67,11 +67,14 @@ class AdmissionCheck:
         forecast, growth_s = None, self._targets.ttft_growth_s(submission)
         if refused is None:
             forecast = self._admission.forecast(submission, hashes, fleet, growth_s)
-            if fleet is not self._traffic.stable and (
-                _is_late(forecast) or self._fills_lane(fleet, submission)
+            stable = self._traffic.stable
+            if (
+                fleet is not stable
+                and stable.workers.model is not None
+                and (_is_late(forecast) or self._fills_lane(fleet, submission))
             ):
-                # A canary must not cause requests to be refused.
-                canary, fleet = fleet, self._traffic.stable
+                # A canary must not cause requests to be refused that stable workers can serve.
+                canary, fleet = fleet, stable
                 hashes = self._placers.of(fleet).prompts.hashes(submission)
                 forecast = self._admission.forecast(submission, hashes, fleet, growth_s)
                 if not _is_late(forecast):

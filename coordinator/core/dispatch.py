@@ -192,18 +192,16 @@ class Dispatcher:
         entry = placer.view.loads.get(worker.key) if worker is not None else None
         if wanted is None or worker is None or entry is None:
             return False
-        parked, num_tokens = list[Request](), 0
-        for batch in sorted(self._parkable(worker), key=partial(_parking_cost, worker)):
+        batch = sorted(self._parkable(worker), key=partial(_parking_cost, worker))
+        by_key, parked = {one.key: one for one in batch}, list[Request]()
+        for key, num_tokens in entry.decodes.room_of_parking(by_key):
+            parked.append(by_key[key])
             if num_tokens >= wanted.num_tokens and len(parked) >= wanted.num_requests:
                 break
-            num_yielded = entry.decodes.parkable_tokens_of(batch.key)
-            if num_yielded:
-                parked.append(batch)
-                num_tokens += num_yielded
-        if num_tokens < wanted.num_tokens or len(parked) < wanted.num_requests:
+        else:
             return False
-        for batch in parked:
-            self._attempts.park(batch)
+        for one in parked:
+            self._attempts.park(one)
         return True
 
     def _parkable(self, worker: Worker) -> list[Request]:

@@ -96,7 +96,7 @@ class RolloutControl:
         ):
             return False
         self._request_fleets.move_to_stable(request, stable)
-        self._timers.set(request.key, self._clock.now + _LAST_TRY_S)
+        self._timers.set(request.key, min(request.deadline, self._clock.now + _LAST_TRY_S))
         return True
 
     def after_event(self) -> None:

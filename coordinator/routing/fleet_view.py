@@ -307,7 +307,9 @@ class FleetView:
     def outgrows(self, request: RequestKey, decode: WorkerKey | None, num_tokens: int) -> bool:
         """Whether a request has so many KV tokens that `grow` is due."""
         entry = self.loads.get(decode)
-        return entry is not None and entry.decodes.outgrows(request, num_tokens)
+        return entry is not None and entry.decodes.outgrows(
+            request, num_tokens, is_tight=entry.is_tight
+        )
 
     def grow(
         self,
@@ -370,13 +372,15 @@ class FleetView:
 
     def has_room(self, entry: WorkerLoad, num_tokens: int) -> bool:
         """Whether a worker has room for this many KV tokens; one without decodes always has."""
-        needed = entry.in_blocks(num_tokens) + entry.passing_tokens
-        return self.takes_decodes(entry) and (needed <= entry.free_tokens or not entry.num_decodes)
+        if not self.takes_decodes(entry):
+            return False
+        left = entry.free_tokens - entry.in_blocks(num_tokens)
+        return not entry.num_decodes or (left >= 0 and left >= entry.passing_tokens)
 
     def has_safe_room(self, entry: WorkerLoad, num_tokens: int) -> bool:
         """Whether a worker has room for this many KV tokens although some outputs become long."""
-        needed = entry.in_blocks(num_tokens) + entry.passing_tokens
-        return needed <= entry.surely_free_tokens or not entry.num_decodes
+        left = entry.surely_free_tokens - entry.in_blocks(num_tokens)
+        return not entry.num_decodes or (left >= 0 and left >= entry.passing_tokens)
 
     def near(self, one: WorkerKey, other: WorkerKey) -> bool:
         """Whether two workers are on one host, as far as known."""

@@ -16,6 +16,7 @@ from baton.coordinator.routing.choices import (
 from baton.coordinator.routing.elastic.rule import ElasticRule
 from baton.coordinator.routing.fleet_view import FleetView
 from baton.coordinator.routing.handoffs import Handoffs
+from baton.coordinator.routing.loads.kv_forecast import KvForecast
 from baton.coordinator.routing.loads.latency import LatencyRegistry
 from baton.coordinator.routing.loads.worker_traits import traits_of
 from baton.coordinator.routing.output_lengths import OutputLengths
@@ -257,7 +258,7 @@ class Placer:
                 is_interactive=is_interactive,
                 can_be_parked=can_be_parked and not is_interactive,
                 num_mean_tokens=self._needs.mean_tokens(request),
-                forecast=self._needs.kv_forecast(request),
+                forecast=self._forecast(request, placement.decode.worker),
             )
             if is_interactive:
                 self._crowded[placement.decode.worker] = None
@@ -275,7 +276,7 @@ class Placer:
             submission.session,
             is_interactive=is_interactive,
             can_be_parked=not is_interactive,
-            forecast=self._needs.kv_forecast(request),
+            forecast=self._forecast(request, worker),
         )
         self.view.first_token(request.key, request.prefill, request.decode)
 
@@ -298,7 +299,7 @@ class Placer:
         if self.view.outgrows(request.key, decode, request.num_prompt_tokens + num_output):
             num_output = min(num_output, self._needs.most_output_tokens(request.submission))
             num_tokens = request.num_prompt_tokens + num_output
-            self.view.grow(request.key, decode, num_tokens, self._needs.kv_forecast(request))
+            self.view.grow(request.key, decode, num_tokens, self._forecast(request, decode))
 
     def released(self, request: Request) -> None:
         """Removes a request from the load of its workers."""
@@ -321,6 +322,11 @@ class Placer:
         )
 
     # ---- Private methods
+
+    def _forecast(self, request: Request, worker: WorkerKey | None) -> KvForecast | None:
+        """The KV tokens of a request while it decodes; None: its worker needs no forecasts."""
+        entry = self.view.loads.get(worker)
+        return self._needs.kv_forecast(request) if entry is not None and entry.is_tight else None
 
     def _without_avoided(self, request: Request, find: Callable[[Request], _Found]) -> _Found:
         """Calls `find` while the workers that the request must avoid get no work.
@@ -363,4 +369,4 @@ class Placer:
             max(0, entry.num_decodes + 1 - self.view.loads.most_decodes(entry)),
         )
         is_there = not (wanted.num_tokens or wanted.num_requests)
-        return None if is_there or wanted.num_tokens > entry.decodes.parkable_tokens else wanted
+        return None if is_there or needed > entry.free_tokens_after_parking else wanted

@@ -85,7 +85,7 @@ class RequestNeeds:
         goes_on = self._outputs.goes_on(
             submission.lane, self.most_output_tokens(submission), num_output
         )
-        return KvForecast.of(request.num_tokens, num_output, goes_on)
+        return KvForecast.of(request.num_tokens, goes_on)
 
     def decode(self, request: Request) -> DecodeNeeds:
         """The needs of the request's output, with the limit of a step in a cell of fixed roles."""

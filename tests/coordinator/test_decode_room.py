@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -259,7 +260,7 @@ def test_batch_outputs_make_room_as_often_as_interactive_requests_need_it():
     batch = [made.submit(500, 7000, lane=BATCH) for _ in range(24)]
     answered = []
     for _ in range(150):
-        answered.append(made.submit(1000, 60))
+        answered.append(made.submit(4000, 20))
         made.run(made.now + 1)
     made.run(made.now + 1)
     assert max(one.ttft_s for one in answered) < 1.0
@@ -302,3 +303,45 @@ def test_no_batch_output_is_parked_for_a_prompt_that_waits_for_other_prompts(
     world.step("y", out(ahead.id, [1], finish=common_pb2.FINISH_REASON_LENGTH))
     assert waiting.attempt == 1
     assert streams[-1].num_parked == 0
+
+
+def uneven(rng: random.Random) -> int:
+    return int(rng.lognormvariate(5.5, 0.9)) + 1
+
+
+def test_no_batch_output_is_parked_for_a_request_that_does_not_fit_even_then():
+    """It waits for one of three interactive outputs."""
+    rng, made = random.Random(1), cell(LITTLE_ROOM, num_pairs=1)
+    for _ in range(100):
+        made.submit(100, uneven(rng), lane=BATCH)
+    for _ in range(20):
+        made.submit(100, 3000)
+    made.run(made.now + 600)
+    for _ in range(3):
+        made.submit(100, 3000)
+    made.run(made.now + 1)
+    made.poisson(8, made.now, made.now + 30, lambda: made.submit(100, uneven(rng), lane=BATCH))
+    made.run(made.now + 10)
+    num_parked = made.core.stats.num_parked
+    large = made.submit(7900, 20)
+    made.run(made.now + 10)
+    assert not large.token_times
+    assert made.core.stats.num_parked - num_parked < 5
+    made.run(made.now + 120)
+    assert len(large.token_times) == 20
+
+
+def test_batch_outputs_that_outlive_most_others_make_room():
+    made = cell(LITTLE_ROOM, num_pairs=1)
+    for _ in range(92):
+        made.submit(100, 20, lane=BATCH)
+    for _ in range(8):
+        made.submit(100, 4000, lane=BATCH)
+    made.run(made.now + 400)
+    for _ in range(8):
+        made.submit(200, 4000, lane=BATCH)
+    made.run(made.now + 2)
+    large = made.submit(7500, 20)
+    made.run(made.now + 60)
+    assert large.ttft_s < 2.0
+    made.core.check_integrity()

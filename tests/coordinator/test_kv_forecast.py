@@ -19,7 +19,7 @@ def forecasts(lengths, sizes, num_prompt=100, max_tokens=100_000):
         outputs.observe(LANE, length)
     for size in sizes:
         goes_on = outputs.goes_on(LANE, max_tokens, size)
-        found.add(KvForecast.of(num_prompt + size, size, goes_on))
+        found.add(KvForecast.of(num_prompt + size, goes_on))
     return found
 
 
@@ -59,7 +59,7 @@ def test_decodes_that_leave_take_all_with_them():
     added = []
     for _ in range(50):
         size, share = rng.randrange(5000), rng.random()
-        added.append(KvForecast.of(size, size // 2, lambda further, s=share: s if further else 1.0))
+        added.append(KvForecast.of(size, lambda further, s=share: s if further else 1.0))
         found.add(added[-1])
     for one in added:
         found.remove(one)
@@ -68,6 +68,6 @@ def test_decodes_that_leave_take_all_with_them():
 
 def test_a_constant_decode_needs_what_it_holds():
     found = KvForecasts()
-    found.add(KvForecast.constant(700))
-    found.add(KvForecast.constant(300))
+    found.add(KvForecast(700))
+    found.add(KvForecast(300))
     assert found.peak_tokens == found.safe_tokens == 1000

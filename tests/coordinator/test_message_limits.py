@@ -69,6 +69,7 @@ async def test_unknown_fields_of_a_request_do_not_reach_a_worker(coordinator, ch
     await client.submit(1, request)
     assert (await prefiller.command("prefill")).ByteSize() < 1000
     client.call.cancel()
+    await prefiller.command("cancel")
 
 
 def test_dropped_fields_take_no_memory():

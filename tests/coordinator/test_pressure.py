@@ -173,7 +173,7 @@ def test_overload_of_the_decode_workers_is_refused_too():
     counted = [one for one in made.outcomes if begin <= one.arrived_at < end]
     admitted = [one for one in counted if not one.shed]
     assert 0.4 * len(counted) < len(admitted) < 0.6 * len(counted)
-    assert sum(met(one, 0.6) for one in admitted) >= 0.99 * len(admitted)
+    assert sum(met(one, 0.6) for one in admitted) >= 0.98 * len(admitted)
 
 
 def test_a_tenant_is_not_refused_for_another_tenants_queue():

@@ -239,9 +239,10 @@ def test_every_baseline_grows_only_the_overloaded_pool(name):
     made = cell(policy, cold_start=ColdStart.lasting(20))
     record = made.run(arrivals, sizes(1, 1), 101)
     assert not record.reasons
-    last = record.moments[-1]
-    assert last.prefill > 1
-    assert last.decode < last.prefill
+    # The planner goes on growing and shrinking the pool.
+    largest = max(record.moments, key=lambda one: one.prefill)
+    assert largest.prefill > 1
+    assert max(one.decode for one in record.moments) < largest.prefill
 
 
 @pytest.mark.parametrize("policy", ["baton", "hpa", "planner", "hindsight"])

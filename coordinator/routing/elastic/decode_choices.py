@@ -161,9 +161,13 @@ class ElasticDecodeChoices:
                 rank = _Rank(_Kind.EMPTY, load.queued_s(self._view.now), is_other)
             else:
                 rank = _rank(load, demand, share, limits, is_needed=load.key in needed)
-            if not self._view.has_safe_room(load, demand.num_tokens + demand.num_output_tokens):
-                rank = max(rank, _Rank(_Kind.SLOW, load.mean_step_s()))
             with_room.append(candidate)
+            if (
+                rank.kind < _Kind.SLOW
+                and rank < best_rank
+                and not self._view.has_safe_room(load, demand.num_tokens + demand.num_output_tokens)
+            ):
+                rank = _Rank(_Kind.SLOW, load.mean_step_s())
             if rank < best_rank:
                 best, best_rank = candidate, rank
         if best is None and not any(one.load.num_decodes for one in with_room):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from baton.coordinator.routing.loads.kv_forecast import KvForecast, KvForecasts
@@ -50,7 +51,7 @@ class DecodeSet:
         num_late: number of decodes whose prompts this worker computed too late.
         reserved_tokens: sum of the largest KV tokens that decodes are expected to reach. They reach
             them at different times; see `peak_tokens`.
-        parkable_tokens: part of reserved_tokens that belongs to decodes that may be parked.
+        num_parkable: number of decodes that may be parked.
         mean_tokens: KV tokens that all decodes are predicted to have on average;
             `reserved_tokens` is the maximum.
         held_tokens: KV tokens that all decodes had when they last reported output.
@@ -60,11 +61,13 @@ class DecodeSet:
     num_interactive: int = 0
     num_late: int = 0
     reserved_tokens: int = 0
-    parkable_tokens: int = 0
+    num_parkable: int = 0
     mean_tokens: int = 0
     held_tokens: int = 0
     _decodes: dict[RequestKey, _Decode] = field(default_factory=dict)
     _forecasts: KvForecasts = field(default_factory=KvForecasts)
+    # Those of the decodes that may not be parked.
+    _staying: KvForecasts = field(default_factory=KvForecasts)
 
     def __len__(self) -> int:
         return len(self._decodes)
@@ -76,6 +79,11 @@ class DecodeSet:
     def peak_tokens(self) -> int:
         """KV tokens that the decodes need together at most."""
         return self._forecasts.peak_tokens
+
+    @property
+    def staying_tokens(self) -> int:
+        """The same of the decodes that may not be parked."""
+        return self._staying.peak_tokens
 
     @property
     def safe_tokens(self) -> int:
@@ -121,14 +129,14 @@ class DecodeSet:
         if num_mean_tokens is None:
             num_mean_tokens = num_kv_tokens
         if forecast is None:
-            forecast = KvForecast.constant(num_kv_tokens)
+            forecast = KvForecast(num_kv_tokens)
         self._decodes[request] = _Decode(
             num_kv_tokens, is_interactive, can_be_parked, num_mean_tokens, forecast
         )
-        self._forecasts.add(forecast)
+        self._add(self._decodes[request])
         self.mean_tokens += num_mean_tokens
         self.num_interactive += is_interactive
-        self.parkable_tokens += num_kv_tokens if can_be_parked else 0
+        self.num_parkable += can_be_parked
         self.reserved_tokens += num_kv_tokens
 
     def arrive(self, request: RequestKey) -> None:
@@ -145,10 +153,17 @@ class DecodeSet:
             decode.is_late = True
             self.num_late += 1
 
-    def parkable_tokens_of(self, request: RequestKey) -> int:
-        """KV tokens that parking a decode frees; 0 if the decode may not be parked."""
-        decode = self._decodes.get(request)
-        return decode.num_kv_tokens if decode is not None and decode.can_be_parked else 0
+    def room_of_parking(self, requests: Iterable[RequestKey]) -> Iterator[tuple[RequestKey, int]]:
+        """Yields those of some requests that may be parked, with the KV tokens that this frees.
+
+        The tokens are those that are free after this request and those before it were parked.
+        """
+        left = self._forecasts.copy()
+        for request in requests:
+            decode = self._decodes.get(request)
+            if decode is not None and decode.can_be_parked:
+                left.remove(decode.forecast)
+                yield request, self.peak_tokens - left.peak_tokens
 
     def record_tokens(self, request: RequestKey, num_tokens: int) -> None:
         """Records the KV tokens that a decode has now; ignores unknown requests."""
@@ -157,11 +172,18 @@ class DecodeSet:
             self.held_tokens += num_tokens - decode.num_held_tokens
             decode.num_held_tokens = num_tokens
 
-    def outgrows(self, request: RequestKey, num_kv_tokens: int) -> bool:
-        """Whether a decode has so many KV tokens that `grow` is due."""
+    def outgrows(self, request: RequestKey, num_kv_tokens: int, *, is_tight: bool) -> bool:
+        """Whether a decode has so many KV tokens that `grow` is due.
+
+        Args:
+            request: the decode.
+            num_kv_tokens: its tokens.
+            is_tight: whether forecasts are needed, and have to be renewed.
+        """
         decode = self._decodes.get(request)
         return decode is not None and (
-            num_kv_tokens > decode.num_kv_tokens or num_kv_tokens >= decode.forecast.renew_at
+            num_kv_tokens > decode.num_kv_tokens
+            or (is_tight and num_kv_tokens >= decode.forecast.renew_at)
         )
 
     def grow(
@@ -176,13 +198,12 @@ class DecodeSet:
         """
         decode = self._decodes[request]
         if forecast is None:
-            forecast = KvForecast.constant(max(num_kv_tokens, decode.num_kv_tokens))
-        self._forecasts.remove(decode.forecast)
-        self._forecasts.add(forecast)
+            forecast = KvForecast(max(num_kv_tokens, decode.num_kv_tokens))
+        self._remove(decode)
         decode.forecast = forecast
+        self._add(decode)
         num_more = max(0, num_kv_tokens - decode.num_kv_tokens)
         decode.num_kv_tokens += num_more
-        self.parkable_tokens += num_more if decode.can_be_parked else 0
         self.reserved_tokens += num_more
 
     def end(self, request: RequestKey) -> bool:
@@ -195,10 +216,20 @@ class DecodeSet:
         self.num_late -= decode.is_late
         self.mean_tokens -= decode.num_mean_tokens
         self.held_tokens -= decode.num_held_tokens
-        self.parkable_tokens -= decode.num_kv_tokens if decode.can_be_parked else 0
+        self.num_parkable -= decode.can_be_parked
         self.reserved_tokens -= decode.num_kv_tokens
-        self._forecasts.remove(decode.forecast)
+        self._remove(decode)
         return decode.is_interactive
+
+    def _add(self, decode: _Decode) -> None:
+        self._forecasts.add(decode.forecast)
+        if not decode.can_be_parked:
+            self._staying.add(decode.forecast)
+
+    def _remove(self, decode: _Decode) -> None:
+        self._forecasts.remove(decode.forecast)
+        if not decode.can_be_parked:
+            self._staying.remove(decode.forecast)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a sum differs from its parts."""
@@ -209,12 +240,14 @@ class DecodeSet:
         assert self.reserved_tokens == sum(one.num_kv_tokens for one in decodes)
         assert self.mean_tokens == sum(one.num_mean_tokens for one in decodes)
         assert self.held_tokens == sum(one.num_held_tokens for one in decodes)
-        parkable = sum(one.num_kv_tokens for one in decodes if one.can_be_parked)
-        assert self.parkable_tokens == parkable
-        forecasts = KvForecasts()
+        assert self.num_parkable == sum(one.can_be_parked for one in decodes)
+        forecasts, staying = KvForecasts(), KvForecasts()
         for one in decodes:
             forecasts.add(one.forecast)
+            if not one.can_be_parked:
+                staying.add(one.forecast)
         assert self.peak_tokens == forecasts.peak_tokens
+        assert self.staying_tokens == staying.peak_tokens
 
 
 def _step_tokens(predicted: int, held: int) -> int:

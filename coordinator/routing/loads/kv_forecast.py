@@ -18,9 +18,8 @@ _RATIO, _LONGEST = 1.25, 2**17
 # Standard errors of the sum that are kept free on every worker, and on a worker while another one
 # can take a decode.
 _MARGIN, _SAFE_MARGIN = 2.0, 3.0
-# A forecast is renewed after this many tokens, or after this share of the output so far if that is
-# more: by then, the output has shown that it is a longer one.
-_RENEWED_AFTER, _RENEWED_SHARE = 64, 1 / 8
+# A forecast is renewed after this many tokens: by then, the output is known to be a longer one.
+_RENEWED_AFTER = 32
 
 
 def _offsets() -> tuple[int, ...]:
@@ -41,23 +40,26 @@ class KvForecast(NamedTuple):
 
     Attributes:
         num_tokens: tokens that it holds now.
-        means: expected tokens; a decode that has ended holds none.
+        means: expected tokens; a decode that has ended holds none. Empty: it always holds
+            `num_tokens`.
         variances: variances of the tokens.
-        renew_at: tokens of the decode from which a new forecast is due.
     """
 
     num_tokens: int
-    means: tuple[int, ...]
-    variances: tuple[int, ...]
-    renew_at: float
+    means: tuple[int, ...] = ()
+    variances: tuple[int, ...] = ()
+
+    @property
+    def renew_at(self) -> int:
+        """Tokens of the decode from which a new forecast is due."""
+        return self.num_tokens + _RENEWED_AFTER if self.means else 0
 
     @classmethod
-    def of(cls, num_tokens: int, num_output: int, goes_on: Callable[[int], float]) -> KvForecast:
+    def of(cls, num_tokens: int, goes_on: Callable[[int], float]) -> KvForecast:
         """Returns the forecast for a decode.
 
         Args:
             num_tokens: KV tokens that it holds now.
-            num_output: output tokens among them.
             goes_on: Returns the probability that the output has more than so many further tokens.
         """
         means, variances = [], []
@@ -69,13 +71,7 @@ class KvForecast(NamedTuple):
             means.append(round(share * size))
             variances.append(round(share * (1 - share) * size * size))
         rest = (0,) * (len(OFFSETS) - len(means))
-        renew_at = num_tokens + max(_RENEWED_AFTER, _RENEWED_SHARE * num_output)
-        return cls(num_tokens, (*means, *rest), (*variances, *rest), renew_at)
-
-    @classmethod
-    def constant(cls, num_tokens: int) -> KvForecast:
-        """Returns the forecast for a decode that always holds this many tokens."""
-        return cls(num_tokens, (num_tokens,) * len(OFFSETS), (0,) * len(OFFSETS), math.inf)
+        return cls(num_tokens, (*means, *rest), (*variances, *rest))
 
 
 class KvForecasts:
@@ -86,30 +82,46 @@ class KvForecasts:
         safe_tokens: the same with a large margin.
     """
 
-    __slots__ = ("_means", "_num", "_peak", "_safe", "_tokens", "_variances")
+    __slots__ = ("_constant", "_means", "_num", "_peak", "_safe", "_tokens", "_variances")
 
     def __init__(self) -> None:
-        # Number of decodes, and the tokens that they hold now.
+        # Tokens of the decodes that always hold as many.
+        self._constant = 0
+        # Number of the other decodes, and the tokens that they hold now.
         self._num = self._tokens = 0
         self._means = [0] * len(OFFSETS)
         self._variances = [0] * len(OFFSETS)
         self._peak: int | None = 0
         self._safe: int | None = 0
 
+    def copy(self) -> KvForecasts:
+        """Returns sums that change apart from these."""
+        made = KvForecasts()
+        made._constant, made._num, made._tokens = self._constant, self._num, self._tokens
+        made._means, made._variances = self._means, self._variances
+        made._peak, made._safe = self._peak, self._safe
+        return made
+
     def add(self, forecast: KvForecast) -> None:
+        self._peak = self._safe = None
+        if not forecast.means:
+            self._constant += forecast.num_tokens
+            return
         self._num += 1
         self._tokens += forecast.num_tokens
         self._means = list(map(add, self._means, forecast.means))
         self._variances = list(map(add, self._variances, forecast.variances))
-        self._peak = self._safe = None
 
     def remove(self, forecast: KvForecast) -> None:
         """Removes a forecast that was added."""
+        self._peak = self._safe = None
+        if not forecast.means:
+            self._constant -= forecast.num_tokens
+            return
         self._num -= 1
         self._tokens -= forecast.num_tokens
         self._means = list(map(sub, self._means, forecast.means))
         self._variances = list(map(sub, self._variances, forecast.variances))
-        self._peak = self._safe = None
 
     @property
     def peak_tokens(self) -> int:
@@ -124,7 +136,9 @@ class KvForecasts:
         return self._safe
 
     def _most_tokens(self, margin: float) -> int:
-        return math.ceil(
+        if not self._num:
+            return self._constant
+        return self._constant + math.ceil(
             max(
                 # Not more than if all go on.
                 min(mean + margin * math.sqrt(variance), self._tokens + self._num * middle)

@@ -225,8 +225,8 @@ class LoadIndex:
         if self.step_targets is not None:
             entry.predict_prompt_speed(self.step_targets, self._clock.now)
         self.update_prompts(entry)
-        if self.decodes(pool) and entry.decodes.parkable_tokens:
-            self.by_parkable.set(worker, -entry.free_tokens - entry.decodes.parkable_tokens)
+        if self.decodes(pool) and entry.decodes.num_parkable:
+            self.by_parkable.set(worker, -entry.free_tokens_after_parking)
         else:
             self.by_parkable.remove(worker)
         if self.decodes(pool) and entry.num_decodes < self.most_decodes(entry):
@@ -262,7 +262,7 @@ class LoadIndex:
                 prefills |= entry.bit
                 assert self.by_queue.load(worker) == entry.free_at
             assert (worker in self.by_parkable) == (
-                self.decodes(pool) and entry.decodes.parkable_tokens > 0
+                self.decodes(pool) and entry.decodes.num_parkable > 0
             )
             if self.decodes(pool) and entry.num_decodes < self.most_decodes(entry):
                 decodes |= entry.bit

@@ -16,6 +16,8 @@ from baton.runtime.steps.step_budget import StepTargets, Streams, prompt_share_a
 
 # Time until the first bytes of a load from host memory have arrived.
 _LOAD_BASE_S = 0.001
+# Share of the KV cache that decodes may reach together before their forecasts are needed.
+_TIGHT_SHARE = 0.6
 
 
 class QueueLimit(NamedTuple):
@@ -88,6 +90,20 @@ class WorkerLoad:
     def free_tokens(self) -> int:
         """KV tokens that the assigned requests are not expected to need at any time."""
         return self.traits.kv_tokens - self.decodes.peak_tokens - self._unassigned_tokens
+
+    @property
+    def free_tokens_after_parking(self) -> int:
+        """The same once all decodes that may be parked have left."""
+        return self.traits.kv_tokens - self.decodes.staying_tokens - self._unassigned_tokens
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether forecasts of the decodes are needed to tell how much room there is.
+
+        Elsewhere the KV cache has room for all decodes at their largest sizes, and for some more.
+        """
+        reserved = self.decodes.reserved_tokens + self._unassigned_tokens
+        return reserved > _TIGHT_SHARE * self.traits.kv_tokens
 
     @property
     def surely_free_tokens(self) -> int:
