@@ -21,7 +21,7 @@ from baton.runtime.enum_names import enum_name
 # Smallest width of the last column, which may wrap, the gap between columns, and both edges of a
 # table together, in characters.
 _MIN_WRAPPED_WIDTH, _GAP, _EDGES = 24, 3, 2
-# What the further lines of a broken line are indented by: spaces, and the mark of a list item.
+# Indentation of the further lines of a broken line: spaces, and the mark of a list item.
 _INDENT = re.compile(r" *(?:- |\d+\. )?")
 
 

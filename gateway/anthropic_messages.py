@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from itertools import pairwise, zip_longest
 from json.encoder import encode_basestring_ascii as quoted
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import partial_json_parser
 from vllm.entrypoints.anthropic.protocol import (
@@ -25,14 +25,13 @@ from vllm.entrypoints.anthropic.protocol import (
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 
-from baton.client import Finished, Tokens, Usage
+from baton.client import Finished, Usage
 from baton.gateway.anthropic_route import error_body
 from baton.gateway.body_parser import check_length, json_object, parse_as
-from baton.gateway.converted_chat import TEXT, chat_delta, split_at_text
+from baton.gateway.converted_chat import TEXT, ConvertedStream, split_at_text
 from baton.gateway.error_responses import HttpError, invalid_value
 from baton.gateway.fail_fast import FailFast
 from baton.gateway.parsed_request import session_id
-from baton.gateway.rendered_prompt import RenderedPrompt
 from baton.gateway.request_bodies import MAX_PARTS, template_kwargs
 from baton.gateway.response_rendering import ResponseHead, finish_fields, usage
 
@@ -115,58 +114,20 @@ class MessageConversion:
         return MessageStream(head)
 
 
-class MessageStream:
+class MessageStream(ConvertedStream):
     """Renders the events of a streamed message, and of its only choice.
 
-    vLLM's converter renders them from the chunks of a chat. Nearly all events differ from the
-    previous one only in their text: these are rendered without the converter, which keeps nothing
-    of them, at a tenth of the cost.
+    vLLM's converter renders them from the chunks of a chat. It keeps nothing of the events that are
+    rendered without it.
 
     Args:
         head: Shared fields of the response.
     """
 
     def __init__(self, head: ResponseHead) -> None:
-        self._head = head
-        self._num_prompt_tokens, self._parser = 0, cast("ChoiceOutputParser | None", None)
+        super().__init__(head)
         self._converter, self._has_begun = _StreamConverter(), False
         self._arguments = _StreamedArguments()
-        # Field of the last delta, if it had nothing but a text, and the parts of its event around
-        # the text.
-        self._text_field, self._start, self._end = "", "", ""
-
-    def choice(
-        self,
-        index: int,
-        num_prompt_tokens: int,
-        prompt: RenderedPrompt,
-        parser: ChoiceOutputParser | None,
-    ) -> MessageStream:
-        """Like ResponseStream.choice; a message has one choice."""
-        self._num_prompt_tokens, self._parser = num_prompt_tokens, parser
-        return self
-
-    def render(self, tokens: Tokens | None, finished: Finished | None) -> bytes:
-        """Like ChoiceRenderer.render."""
-        delta = chat_delta(self._parser, tokens, finished)
-        if delta is None:
-            return b""
-        if finished is None and len(delta) == 1 and (text := delta.get(self._text_field)):
-            return self._text_event(text)
-        end = finish_fields(self._head.request, finished, self._parser) if finished else None
-        return self._converted(delta, end).encode()
-
-    def delta_renderer(self, record: Callable[[], None]) -> Callable[[Tokens], bytes]:
-        """Like ChoiceRenderer.delta_renderer."""
-        is_text = self._parser is None
-
-        def render(tokens: Tokens) -> bytes:
-            record()
-            if is_text and self._text_field and tokens.text:
-                return self._text_event(tokens.text)
-            return self.render(tokens, None)
-
-        return render
 
     def end(
         self, usages: Sequence[Usage], parsers: Sequence[ChoiceOutputParser | None] = ()
@@ -187,8 +148,8 @@ class MessageStream:
     def _text_event(self, text: str) -> bytes:
         return f"{self._start}{quoted(text)}{self._end}".encode()
 
-    def _converted(self, delta: dict[str, Any], end: dict[str, Any] | None) -> str:
-        """Returns the events of a delta, from vLLM's converter."""
+    def _converted(self, delta: dict[str, Any], finished: Finished | None) -> bytes:
+        end = finish_fields(self._head.request, finished, self._parser) if finished else None
         events = []
         if not self._has_begun:
             self._has_begun = True
@@ -204,7 +165,7 @@ class MessageStream:
             (field,) = delta
             if field in _TEXT_FIELDS and self._split(events[-1], _TEXT_FIELDS[field]):
                 self._text_field = field
-        return "".join(events)
+        return "".join(events).encode()
 
     def _chunk(self, choices: list[dict[str, Any]], used: dict[str, Any] | None) -> str:
         """Renders a chunk of a chat for the converter."""

@@ -9,11 +9,11 @@ import logging
 import os
 import re
 import sys
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
 
 from starlette.datastructures import Headers
 
@@ -125,6 +125,64 @@ class _ConvertedRequest:
 
     def stream(self, head: ResponseHead) -> ResponseStream:
         return self.conversion.stream(head)
+
+
+class ConvertedStream(ABC):
+    """Renders a streamed response from the deltas of a chat, and its only choice.
+
+    Nearly all events differ from the previous one only in their text. These are rendered without
+    vLLM's code, at a tenth of the cost.
+
+    Args:
+        head: Shared fields of the response.
+    """
+
+    def __init__(self, head: ResponseHead) -> None:
+        self._head = head
+        self._num_prompt_tokens, self._parser = 0, cast("ChoiceOutputParser | None", None)
+        # Field of the last delta, if it had nothing but a text, and the parts of its event around
+        # the text.
+        self._text_field, self._start, self._end = "", "", ""
+
+    def choice(
+        self,
+        index: int,
+        num_prompt_tokens: int,
+        prompt: RenderedPrompt,
+        parser: ChoiceOutputParser | None,
+    ) -> Self:
+        """Like ResponseStream.choice; the response has one choice."""
+        self._num_prompt_tokens, self._parser = num_prompt_tokens, parser
+        return self
+
+    def render(self, tokens: Tokens | None, finished: Finished | None) -> bytes:
+        """Like ChoiceRenderer.render."""
+        delta = chat_delta(self._parser, tokens, finished)
+        if delta is None:
+            return b""
+        if finished is None and len(delta) == 1 and (text := delta.get(self._text_field)):
+            return self._text_event(text)
+        return self._converted(delta, finished)
+
+    def delta_renderer(self, record: Callable[[], None]) -> Callable[[Tokens], bytes]:
+        """Like ChoiceRenderer.delta_renderer."""
+        is_text = self._parser is None
+
+        def render(tokens: Tokens) -> bytes:
+            record()
+            if is_text and self._text_field and tokens.text:
+                return self._text_event(tokens.text)
+            return self.render(tokens, None)
+
+        return render
+
+    @abstractmethod
+    def _text_event(self, text: str) -> bytes:
+        """Renders an event that differs from the previous one only in its text."""
+
+    @abstractmethod
+    def _converted(self, delta: dict[str, Any], finished: Finished | None) -> bytes:
+        """Renders the events of a delta with vLLM's code."""
 
 
 async def vllm_module(name: str) -> ModuleType:

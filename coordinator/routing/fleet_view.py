@@ -372,15 +372,11 @@ class FleetView:
 
     def has_room(self, entry: WorkerLoad, num_tokens: int) -> bool:
         """Whether a worker has room for this many KV tokens; one without decodes always has."""
-        if not self.takes_decodes(entry):
-            return False
-        left = entry.free_tokens - entry.in_blocks(num_tokens)
-        return not entry.num_decodes or (left >= 0 and left >= entry.passing_tokens)
+        return self.takes_decodes(entry) and _holds(entry, num_tokens, entry.free_tokens)
 
     def has_safe_room(self, entry: WorkerLoad, num_tokens: int) -> bool:
         """Whether a worker has room for this many KV tokens although some outputs become long."""
-        left = entry.surely_free_tokens - entry.in_blocks(num_tokens)
-        return not entry.num_decodes or (left >= 0 and left >= entry.passing_tokens)
+        return _holds(entry, num_tokens, entry.surely_free_tokens)
 
     def near(self, one: WorkerKey, other: WorkerKey) -> bool:
         """Whether two workers are on one host, as far as known."""
@@ -400,3 +396,9 @@ def _longest(match: PrefixMatch, among: int) -> HeldPrefix:
     """Longest prefix on any worker in a mask."""
     found = match.holders(1, among).values()
     return max(found, key=lambda held: (held.num_total, held.num_device), default=NOTHING_HELD)
+
+
+def _holds(entry: WorkerLoad, num_tokens: int, free_tokens: int) -> bool:
+    """Whether a worker with this many free KV tokens has room; one without decodes always has."""
+    left = free_tokens - entry.in_blocks(num_tokens)
+    return not entry.num_decodes or (left >= 0 and left >= entry.passing_tokens)
